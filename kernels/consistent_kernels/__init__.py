@@ -1,0 +1,3 @@
+"""Kernels, contracts and protocol shared by the vLLM engine and the trainer."""
+
+__version__ = "0.1.0"

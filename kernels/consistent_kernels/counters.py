@@ -1,0 +1,25 @@
+"""Live call counters: which implementation of which op really ran in this process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+_CALLS: Counter[tuple[str, str]] = Counter()
+
+
+def count(op: str, impl: str) -> None:
+    """Count one call of `op` served by `impl`. Graph replays do not pass here; captures do."""
+    _CALLS[op, impl] += 1
+
+
+def snapshot() -> dict[str, dict[str, int]]:
+    """Return {op: {impl: calls}} since the process started or `reset` was called."""
+    result: dict[str, dict[str, int]] = {}
+    for (op, impl), calls in sorted(_CALLS.items()):
+        result.setdefault(op, {})[impl] = calls
+    return result
+
+
+def reset() -> None:
+    """Forget all counts."""
+    _CALLS.clear()

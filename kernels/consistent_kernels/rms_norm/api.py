@@ -1,0 +1,149 @@
+"""Public RMSNorm: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.counters import count
+from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.rms_norm.reference import (
+    add_rms_norm_ref,
+    rms_norm_bwd_ref,
+    rms_norm_ref,
+)
+from consistent_kernels.rms_norm.spec import IMPLEMENTATIONS
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps, str impl) -> Tensor")
+_LIBRARY.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str impl) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def _validate(op: str, x: torch.Tensor, weight: torch.Tensor, impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    if x.dtype not in _DTYPES:
+        raise invalid(op, "x", "bfloat16, float16 or float32", x.dtype)
+    if x.dim() < 1 or weight.shape != x.shape[-1:]:
+        raise invalid(op, "weight", f"of shape {tuple(x.shape[-1:])}", tuple(weight.shape))
+    if weight.device != x.device:
+        raise invalid(op, "weight", f"on {x.device}", weight.device)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, impl: str) -> torch.Tensor:
+    count("rms_norm", impl)
+    if impl == "reference":
+        return rms_norm_ref(x, weight, eps)
+    from consistent_kernels.rms_norm.triton import rms_norm_fwd
+
+    y, _ = rms_norm_fwd(_rows(x), None, weight, eps)
+    return y.view(x.shape)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count("add_rms_norm", impl)
+    if impl == "reference":
+        return add_rms_norm_ref(x, residual, weight, eps)
+    from consistent_kernels.rms_norm.triton import rms_norm_fwd
+
+    y, total = rms_norm_fwd(_rows(x), _rows(residual), weight, eps)
+    return y.view(x.shape), total.view(x.shape)
+
+
+_LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+_LIBRARY.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::rms_norm", lib=_LIBRARY)
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float, impl: str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.register_fake("consistent_kernels::add_rms_norm", lib=_LIBRARY)
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return like, torch.empty_like(like)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str) -> torch.Tensor:
+    """y = round(x * w / sqrt(mean(x^2) + eps)), fp32 through the weight, rounded once.
+
+    Source: Zhang and Sennrich, arXiv 1910.07467. Rounding as vLLM's fused kernel (fp32 through the
+    weight), unlike Hugging Face, which rounds before the weight.
+
+    Args:
+        x: [..., H], bf16, fp16 or fp32; the last dimension is normalized, so q/k norm passes
+            [T, heads, D].
+        weight: [H], any float dtype (used as fp32).
+        eps: fp32.
+        impl: "reference" (any device) or "triton" (CUDA).
+
+    Returns:
+        [..., H], dtype of x, contiguous.
+
+    Numerics:
+        A row's bits depend on that row alone: batch-, phase- and padding-invariant.
+
+    Raises:
+        InvalidInputError: shape, dtype or device.
+        UnsupportedError: unknown impl.
+    """
+    _validate("rms_norm", x, weight, impl)
+    return torch.ops.consistent_kernels.rms_norm(x, weight, eps, impl)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = round(x + residual); y = rms_norm(s).
+
+    Source: vLLM's fused_add_rms_norm, with the sum rounded to the model dtype before it is squared.
+
+    Args:
+        x, residual: [..., H], same dtype.
+        weight: [H]; eps, impl: as in `rms_norm`.
+
+    Returns:
+        (y, s), both [..., H] in the dtype of x.
+
+    Raises:
+        InvalidInputError: shape, dtype or device.
+        UnsupportedError: unknown impl.
+    """
+    _validate("add_rms_norm", x, weight, impl)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise invalid(
+            "add_rms_norm",
+            "residual",
+            f"{x.dtype} of shape {tuple(x.shape)}",
+            f"{residual.dtype} of shape {tuple(residual.shape)}",
+        )
+    return torch.ops.consistent_kernels.add_rms_norm(x, residual, weight, eps, impl)
+
+
+def rms_norm_bwd(
+    grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `rms_norm`; both implementations use the PyTorch form, in fp32.
+
+    Args:
+        grad_y, x: [..., H]; weight: [H].
+
+    Returns:
+        (grad_x [..., H] in the dtype of x, grad_weight [H] fp32).
+    """
+    _validate("rms_norm_bwd", x, weight, impl)
+    return rms_norm_bwd_ref(grad_y, x, weight, eps)

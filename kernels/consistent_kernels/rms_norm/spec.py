@@ -1,0 +1,32 @@
+"""What RMSNorm computes, and the pinned schedule of each implementation."""
+
+from consistent_kernels.contract import OpSpec, Program
+from consistent_kernels.program_source import source_sha256
+
+SPEC = OpSpec(
+    op="rms_norm",
+    version=1,
+    fields={
+        "formula": "y = round(x * (1 / sqrt(mean(x^2) + eps)) * w)",
+        "accumulate": "fp32",
+        "residual": "s = round(x + residual), then s is squared",
+        "rounding": "once, after the weight, to the dtype of x",
+        "eps": "fp32",
+    },
+)
+
+NUM_WARPS = 4
+"""Triton: 128 threads a row. Pinned because the layout of the pair tree follows it."""
+
+_SCHEDULES = {
+    "reference": (("reference.py",), {"tree": "halving, zero-padded to a power of two"}),
+    "triton": (("triton.py",), {"tree": "adjacent pairs, zero-padded", "num_warps": NUM_WARPS}),
+}
+
+IMPLEMENTATIONS = tuple(_SCHEDULES)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference" or "triton")."""
+    files, schedule = _SCHEDULES[impl]
+    return Program(impl, source_sha256("rms_norm", "spec.py", *files), schedule)

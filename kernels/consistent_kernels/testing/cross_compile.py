@@ -1,0 +1,40 @@
+"""Compile a Triton kernel for a GPU that this machine does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ARCHITECTURES = (90, 100)
+"""Hopper (H100, H200, GH200) and Blackwell (B200, GB200)."""
+
+
+def cross_compile(
+    kernel: Any,
+    *,
+    arch: int,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> bytes:
+    """Return the cubin of `kernel` for compute capability `arch` (90 for sm_90).
+
+    Args:
+        kernel: a `triton.jit` function.
+        signature: {argument: Triton type}, e.g. {"x_ptr": "*bf16", "eps": "fp32"}.
+        constexprs: {constexpr argument: value}.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    full = dict(signature) | dict.fromkeys(constexprs, "constexpr")
+    ordered = {name: full[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constexprs))
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    return compiled.asm["cubin"]

@@ -1,0 +1,1 @@
+"""Training side: an HF or Megatron model whose forward runs the engine's kernels."""

@@ -1,0 +1,1 @@
+"""vLLM general plugin: the engine side of bitwise train-inference consistency."""

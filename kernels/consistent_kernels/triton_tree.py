@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def pair_tree_sum(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum a 1-D block of SIZE = 2**LEVELS values by adjacent pairs; returns a block of one value."""
+    """Sum a 1-D block of SIZE = 2**LEVELS values by adjacent pairs; returns a block of one."""
     total = values
     for level in tl.static_range(LEVELS):
         left, right = tl.split(tl.reshape(total, (SIZE >> (level + 1), 2)))

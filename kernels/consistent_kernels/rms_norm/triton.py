@@ -1,4 +1,4 @@
-"""RMSNorm in Triton. One program a row, so no row sees another; the sum is an explicit pair tree."""
+"""RMSNorm in Triton: one program a row, so no row sees another; the sum is a written-down tree."""
 
 from __future__ import annotations
 

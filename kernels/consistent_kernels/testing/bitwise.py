@@ -1,4 +1,4 @@
-"""Bytewise equality. `torch.equal` takes +0.0 for -0.0 and refuses NaN == NaN; integers do neither."""
+"""Bytewise equality: `torch.equal` takes +0.0 for -0.0 and refuses NaN == NaN, integers do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bitwise_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, msg: str = "") -> None:
-    """Raise AssertionError naming the first differing coordinate, both values and both bit patterns."""
+    """Raise AssertionError naming the first differing coordinate, its values and bit patterns."""
     prefix = f"{msg}: " if msg else ""
     assert actual.dtype == expected.dtype, f"{prefix}dtype {actual.dtype} != {expected.dtype}"
     assert actual.shape == expected.shape, (

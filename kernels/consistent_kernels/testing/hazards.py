@@ -39,7 +39,7 @@ def norm_weight(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Norm weights around 1 +- 0.2: with weights of exactly 1 a wrong rounding order is invisible."""
+    """Norm weights around 1 +- 0.2: with weights of 1 a wrong rounding order is invisible."""
     generator = torch.Generator().manual_seed(seed)
     return (1.0 + 0.2 * torch.randn(size, generator=generator)).to(dtype).to(device)
 

@@ -1,0 +1,128 @@
+"""The facts of a model that decide bits, read alike from vLLM's and Hugging Face's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from consistent_kernels.contract import Scalar, float_bits
+from consistent_kernels.errors import ConfigurationError, UnsupportedError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """Architecture facts of a dense decoder, in plain types.
+
+    Attributes:
+        rope: RopeParameters as (key, value) pairs with floats as fp32 bit patterns.
+        sliding_window: keys a query sees including itself, or None; equal for all layers.
+    """
+
+    architecture: str
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: str
+    rope: tuple[tuple[str, Scalar], ...]
+    sliding_window: int | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+    def to_dict(self) -> dict[str, Scalar]:
+        """Return flat JSON types; rope entries become "rope.<key>"."""
+        flat = dataclasses.asdict(self)
+        rope = flat.pop("rope")
+        return flat | {f"rope.{key}": value for key, value in rope}
+
+
+def _sliding_window(config: Any, violations: list[str]) -> int | None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False or kinds == {"full_attention"}:
+        return None
+    if len(kinds) > 1:
+        violations.append(
+            f"layer_types mixes {sorted(kinds)}; all layers must be of one kind for now"
+        )
+    return window
+
+
+def _architecture(config: Any, violations: list[str]) -> str:
+    names = list(getattr(config, "architectures", None) or ())
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        violations.append(f"architecture {names} is unknown; supported: {supported}")
+    return names[0] if names else "unknown"
+
+
+def _check_numerics(config: Any, dtype: str, head_dim: int, violations: list[str]) -> None:
+    if dtype != "bfloat16":
+        violations.append(f"dtype {dtype} is not supported; use bfloat16")
+    if head_dim not in HEAD_DIMS:
+        violations.append(f"head_dim {head_dim} is not supported; supported: {HEAD_DIMS}")
+    if config.hidden_act != "silu":
+        violations.append(f"hidden_act {config.hidden_act!r} is not supported; use 'silu'")
+    if getattr(config, "mlp_bias", False):
+        violations.append("mlp_bias=True is not supported")
+    if getattr(config, "quantization_config", None):
+        violations.append("quantized checkpoints are not supported; load bfloat16 weights")
+    if getattr(config, "pretraining_tp", 1) != 1:
+        violations.append(f"pretraining_tp={config.pretraining_tp} is not supported; use 1")
+
+
+def model_facts(config: Any, dtype: str) -> ModelFacts:
+    """Read the facts of a Hugging Face style configuration.
+
+    Args:
+        config: a LlamaConfig, Qwen2Config or Qwen3Config (vLLM's `hf_text_config` is one).
+        dtype: the model dtype, "bfloat16".
+
+    Raises:
+        ConfigurationError: every reason why no contract covers this model, at once.
+    """
+    from consistent_kernels.rotary import RopeParameters
+
+    violations: list[str] = []
+    architecture = _architecture(config, violations)
+    if architecture not in ARCHITECTURES:
+        raise ConfigurationError(violations, "model")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _check_numerics(config, dtype, head_dim, violations)
+    is_llama = architecture == "LlamaForCausalLM"
+    bias = bool(getattr(config, "attention_bias", False))
+    if bias and architecture != "Qwen2ForCausalLM":
+        violations.append("attention_bias=True puts a bias on o_proj, which is not supported")
+    rope: tuple[tuple[str, Scalar], ...] = ()
+    try:
+        rope = tuple(sorted(RopeParameters.from_hf_config(config).to_dict().items()))
+    except (UnsupportedError, ValueError) as error:
+        violations.append(str(error))
+    window = _sliding_window(config, violations) if not is_llama else None
+    if violations:
+        raise ConfigurationError(violations, f"model {architecture}")
+    return ModelFacts(
+        architecture=architecture,
+        dtype=dtype,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=float_bits(config.rms_norm_eps),
+        rope=rope,
+        sliding_window=window,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+    )

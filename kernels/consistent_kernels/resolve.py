@@ -1,0 +1,44 @@
+"""From a model and a device to its contract: the one place where implementations are chosen."""
+
+from __future__ import annotations
+
+import importlib
+
+from consistent_kernels.contract import Contract
+from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.model_facts import ModelFacts
+from consistent_kernels.program_source import toolchain
+
+DENSE_BF16 = "dense_bf16_v1"
+DENSE_OPS = (
+    "attention",
+    "embedding",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "token_logprobs",
+)
+_IMPLEMENTATION_OF_DEVICE = {"cpu": "reference", "cuda": "triton"}
+
+
+def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
+    """Return the contract of a dense BF16 model on this machine's `device_type`.
+
+    Args:
+        facts: what the model is, from `model_facts(config, dtype)`.
+        device_type: "cpu" or "cuda"; for "cuda" the current device's architecture counts.
+
+    Raises:
+        UnsupportedError: another device type.
+    """
+    if device_type not in _IMPLEMENTATION_OF_DEVICE:
+        raise UnsupportedError("contract", f"device {device_type!r}", _IMPLEMENTATION_OF_DEVICE)
+    specs, programs = {}, {}
+    for op in DENSE_OPS:
+        spec = importlib.import_module(f"consistent_kernels.{op}.spec")
+        choose = getattr(spec, "choose", None)
+        impl = choose(device_type) if choose else _IMPLEMENTATION_OF_DEVICE[device_type]
+        specs[op] = spec.SPEC
+        programs[op] = spec.program(impl)
+    return Contract(DENSE_BF16, facts.to_dict(), toolchain(device_type), specs, programs)

@@ -1,4 +1,4 @@
-"""The facts of a model that decide bits, read alike from vLLM's and Hugging Face's configuration."""
+"""The facts of a model that decide bits, read alike from vLLM and Hugging Face configurations."""
 
 from __future__ import annotations
 

@@ -1,0 +1,106 @@
+"""Contracts: frozen specs, digests that see every change, differences that name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from consistent_kernels.contract import Contract, check_same, contract_from_dict, differences
+from consistent_kernels.errors import ConfigurationError, ContractMismatchError, UnsupportedError
+from consistent_kernels.model_facts import model_facts
+from consistent_kernels.resolve import DENSE_BF16, resolve_contract
+
+FROZEN = Path(__file__).resolve().parents[2] / "configs" / "contracts" / f"{DENSE_BF16}.json"
+
+
+def llama_config(**changes: object) -> SimpleNamespace:
+    base = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    }
+    return SimpleNamespace(**(base | changes))
+
+
+def cpu_contract(**changes: object) -> Contract:
+    return resolve_contract(model_facts(llama_config(**changes), "bfloat16"), "cpu")
+
+
+def test_specs_equal_the_frozen_contract() -> None:
+    contract = cpu_contract()
+    frozen = json.loads(FROZEN.read_text())
+    specs = {op: spec.to_dict() for op, spec in contract.specs.items()}
+    assert specs == frozen["specs"], (
+        f"a spec changed: bump its version and write a new contract file beside {FROZEN.name}"
+    )
+
+
+def test_digest_is_stable_and_survives_a_round_trip() -> None:
+    contract = cpu_contract()
+    assert contract.digest == cpu_contract().digest
+    assert contract_from_dict(json.loads(json.dumps(contract.to_dict()))).digest == contract.digest
+    assert pickle.loads(pickle.dumps(contract)).digest == contract.digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e-6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {"num_key_value_heads": 9},
+        {"tie_word_embeddings": False},
+    ],
+)
+def test_digest_sees_a_changed_model_fact(changes: dict[str, object]) -> None:
+    ours, theirs = cpu_contract(), cpu_contract(**changes)
+    assert ours.digest != theirs.digest
+    assert len(differences(ours, theirs)) == 1
+    with pytest.raises(ContractMismatchError, match=r"model\."):
+        check_same(ours, theirs, ours_is="the trainer", theirs_is="the engine")
+
+
+def test_digest_sees_another_implementation() -> None:
+    ours = cpu_contract()
+    program = dataclasses.replace(ours.programs["linear"], implementation="other")
+    theirs = dataclasses.replace(ours, programs={**ours.programs, "linear": program})
+    with pytest.raises(ContractMismatchError, match=r"programs\.linear\.implementation"):
+        check_same(ours, theirs, ours_is="the trainer", theirs_is="the engine")
+
+
+def test_unknown_op_and_device_are_refused_by_name() -> None:
+    contract = cpu_contract()
+    with pytest.raises(UnsupportedError, match="op 'mamba' is not supported; supported: attention"):
+        contract.implementation("mamba")
+    facts = model_facts(llama_config(), "bfloat16")
+    with pytest.raises(UnsupportedError, match="device 'tpu' is not supported; supported: cpu"):
+        resolve_contract(facts, "tpu")
+
+
+def test_all_violations_come_in_one_error() -> None:
+    config = llama_config(head_dim=48, hidden_act="gelu", mlp_bias=True, attention_bias=True)
+    with pytest.raises(ConfigurationError) as caught:
+        model_facts(config, "float16")
+    text = str(caught.value)
+    for part in ("float16", "head_dim 48", "'gelu'", "mlp_bias", "attention_bias"):
+        assert part in text
+    assert len(caught.value.violations) == 5
+
+
+def test_unknown_architecture_names_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match="supported: LlamaForCausalLM, Qwen2ForCausalLM"):
+        model_facts(llama_config(architectures=["GPT2LMHeadModel"]), "bfloat16")

@@ -56,8 +56,8 @@ def _sliding_window(config: Any, violations: list[str]) -> int | None:
     return window
 
 
-def _architecture(config: Any, violations: list[str]) -> str:
-    names = list(getattr(config, "architectures", None) or ())
+def _architecture(config: Any, given: str | None, violations: list[str]) -> str:
+    names = [given] if given else list(getattr(config, "architectures", None) or ())
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         violations.append(f"architecture {names} is unknown; supported: {supported}")
@@ -79,12 +79,14 @@ def _check_numerics(config: Any, dtype: str, head_dim: int, violations: list[str
         violations.append(f"pretraining_tp={config.pretraining_tp} is not supported; use 1")
 
 
-def model_facts(config: Any, dtype: str) -> ModelFacts:
+def model_facts(config: Any, dtype: str, architecture: str | None = None) -> ModelFacts:
     """Read the facts of a Hugging Face style configuration.
 
     Args:
         config: a LlamaConfig, Qwen2Config or Qwen3Config (vLLM's `hf_text_config` is one).
         dtype: the model dtype, "bfloat16".
+        architecture: the class name, where `config.architectures` may be unset (a model that was
+            never saved).
 
     Raises:
         ConfigurationError: every reason why no contract covers this model, at once.
@@ -92,7 +94,7 @@ def model_facts(config: Any, dtype: str) -> ModelFacts:
     from consistent_kernels.rotary import RopeParameters
 
     violations: list[str] = []
-    architecture = _architecture(config, violations)
+    architecture = _architecture(config, architecture, violations)
     if architecture not in ARCHITECTURES:
         raise ConfigurationError(violations, "model")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

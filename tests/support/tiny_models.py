@@ -52,7 +52,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """Return a random model of `family` ("llama", "qwen2", "qwen3") whose choices are peaked.
 
-    Norm weights lie around 1 +- 0.2, biases are non-zero, and the output rows are scaled so that the
+    Norm weights lie around 1 +- 0.2, biases are non-zero, and the head is scaled so that the
     mean log-prob of a sampled token is above -3: flat logits hide mismatches.
     """
     model_class, config_class, own = _CONFIGS[family]

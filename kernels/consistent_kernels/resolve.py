@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from consistent_kernels.contract import Contract
+from consistent_kernels.contract import Contract, OpSpec
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.model_facts import ModelFacts
 from consistent_kernels.program_source import toolchain
@@ -22,6 +22,11 @@ DENSE_OPS = (
 _IMPLEMENTATION_OF_DEVICE = {"cpu": "reference", "cuda": "triton"}
 
 
+def dense_specs() -> dict[str, OpSpec]:
+    """Return the spec of every op of a dense model, the part that a contract file freezes."""
+    return {op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in DENSE_OPS}
+
+
 def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
     """Return the contract of a dense BF16 model on this machine's `device_type`.
 
@@ -34,11 +39,10 @@ def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
     """
     if device_type not in _IMPLEMENTATION_OF_DEVICE:
         raise UnsupportedError("contract", f"device {device_type!r}", _IMPLEMENTATION_OF_DEVICE)
-    specs, programs = {}, {}
+    programs = {}
     for op in DENSE_OPS:
         spec = importlib.import_module(f"consistent_kernels.{op}.spec")
         choose = getattr(spec, "choose", None)
         impl = choose(device_type) if choose else _IMPLEMENTATION_OF_DEVICE[device_type]
-        specs[op] = spec.SPEC
         programs[op] = spec.program(impl)
-    return Contract(DENSE_BF16, facts.to_dict(), toolchain(device_type), specs, programs)
+    return Contract(DENSE_BF16, facts.to_dict(), toolchain(device_type), dense_specs(), programs)

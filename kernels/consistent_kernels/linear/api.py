@@ -1,0 +1,147 @@
+"""Public linear: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.counters import count
+from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.linear.reference import linear_bwd_ref, linear_ref
+from consistent_kernels.linear.spec import IMPLEMENTATIONS
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype, str impl) -> Tensor"
+)
+
+
+def _check_impl(op: str, impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> torch.Tensor:
+    count("linear", impl)
+    if impl == "reference":
+        return linear_ref(x, weight, bias, out_dtype)
+    from consistent_kernels.linear.triton import linear_fwd
+
+    rows = x if x.stride(-1) == 1 else x.contiguous()
+    return linear_fwd(rows, weight, bias, out_dtype)
+
+
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::linear", lib=_LIBRARY)
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+def prepare_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str) -> torch.Tensor:
+    """Round a master weight to the model dtype, in the form that `linear` of `impl` reads.
+
+    Args:
+        master: [N, K], fp32 or the model dtype.
+        dtype: the model dtype, e.g. bf16; the cast rounds to nearest even.
+        impl: "reference" returns fp32 holding the rounded values (a CPU multiplies those fastest),
+            "triton" returns `dtype` (the master itself, where it already is contiguous `dtype`).
+
+    Returns:
+        [N, K] contiguous. It does not follow later changes of `master`: prepare again after each.
+
+    Raises:
+        UnsupportedError: unknown impl.
+    """
+    _check_impl("prepare_weight", impl)
+    rounded = master.detach().to(dtype)
+    return (rounded.float() if impl == "reference" else rounded).contiguous()
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    impl: str,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """y = round(x W^T + b): fp32 accumulation over ascending K, bias in fp32, one rounding.
+
+    Args:
+        x: [T, K], bf16, fp16 or fp32; rows may be strided.
+        weight: [N, K], from `prepare_weight(..., impl=impl)`.
+        bias: [N] or None, any float dtype.
+        impl: "reference" (any device) or "triton" (CUDA).
+        out_dtype: dtype of the result; the dtype of x by default, fp32 for lm_head.
+
+    Returns:
+        [T, N] contiguous.
+
+    Numerics:
+        A row's bits depend on that row and the weight alone. Columns are independent: a
+        fused weight gives the bits of its parts (cuts at multiples of 16 columns on CPU).
+
+    Raises:
+        InvalidInputError: shape, dtype or device.
+        UnsupportedError: unknown impl.
+    """
+    _check_impl("linear", impl)
+    if x.dim() != 2 or x.dtype not in _DTYPES:
+        raise invalid("linear", "x", "2-D bfloat16, float16 or float32", f"{x.dim()}-D {x.dtype}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise invalid("linear", "weight", f"of shape (N, {x.shape[1]})", tuple(weight.shape))
+    expected = torch.float32 if impl == "reference" else x.dtype
+    if weight.dtype != expected or not weight.is_contiguous():
+        raise invalid(
+            "linear",
+            "weight",
+            f"contiguous {expected} for impl {impl!r}",
+            f"{weight.dtype}, contiguous={weight.is_contiguous()}",
+            "Pass it through prepare_weight first",
+        )
+    if weight.device != x.device:
+        raise invalid("linear", "weight", f"on {x.device}", weight.device)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise invalid("linear", "bias", f"of shape ({weight.shape[0]},)", tuple(bias.shape))
+    return torch.ops.consistent_kernels.linear(x, weight, bias, out_dtype or x.dtype, impl)
+
+
+def linear_bwd(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+    impl: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of `linear`; both implementations use PyTorch's GEMM with fp32 accumulation.
+
+    Args:
+        grad_y: [T, N]; x: [T, K]; weight: [N, K] prepared.
+        needs: which of (x, weight, bias) want a gradient.
+
+    Returns:
+        (grad_x [T, K] in the dtype of x, grad_weight [N, K] fp32, grad_bias [N] fp32), None where
+        not needed.
+    """
+    _check_impl("linear_bwd", impl)
+    if grad_y.shape != (x.shape[0], weight.shape[0]):
+        raise invalid(
+            "linear_bwd", "grad_y", f"of shape {(x.shape[0], weight.shape[0])}", tuple(grad_y.shape)
+        )
+    return linear_bwd_ref(grad_y, x, weight, needs)

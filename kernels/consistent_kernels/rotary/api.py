@@ -1,0 +1,131 @@
+"""Public rotary: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.counters import count
+from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.rotary.parameters import RopeParameters
+from consistent_kernels.rotary.reference import rotary_ref
+from consistent_kernels.rotary.spec import IMPLEMENTATIONS
+from consistent_kernels.rotary.tables import rope_tables
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "rotary(Tensor positions, Tensor q, Tensor k, str rope, str impl) -> (Tensor, Tensor)"
+)
+
+
+def _validate(
+    op: str,
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rope: RopeParameters,
+    impl: str,
+) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 3 or x.shape[2] != rope.head_dim or x.dtype not in _DTYPES:
+            raise invalid(
+                op,
+                name,
+                f"[T, heads, {rope.head_dim}] of bfloat16, float16 or float32",
+                f"{tuple(x.shape)} of {x.dtype}",
+            )
+    if q.shape[0] != k.shape[0] or q.dtype != k.dtype:
+        raise invalid(op, "k", f"{q.shape[0]} rows of {q.dtype}", f"{k.shape[0]} of {k.dtype}")
+    if positions.shape != q.shape[:1] or positions.is_floating_point():
+        raise invalid(
+            op,
+            "positions",
+            f"{q.shape[0]} integers",
+            f"{tuple(positions.shape)} of {positions.dtype}",
+            "Floating-point positions lose bits above 256 in bf16",
+        )
+
+
+def _rotary(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, rope: str, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count("rotary", impl)
+    cos, sin = rope_tables(rope, q.device)
+    if impl == "reference":
+        return rotary_ref(positions, q, k, cos, sin)
+    from consistent_kernels.rotary.triton import rotary_fwd
+
+    q, k = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k))
+    return rotary_fwd(positions, q, k, cos, sin)
+
+
+_LIBRARY.impl("rotary", _rotary, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::rotary", lib=_LIBRARY)
+def _(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, rope: str, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(k.shape, dtype=k.dtype, device=k.device),
+    )
+
+
+def rotary(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    rope: RopeParameters,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the halves (neox style) of each head's first rotary_dim columns.
+
+    y1 = round(x1 cos - x2 sin), y2 = round(x2 cos + x1 sin); tables and arithmetic in fp32, one
+    rounding. Source: Su et al., arXiv 2104.09864. The tables live inside the op, so no caller's cast
+    (autocast, FSDP's input casting) reaches them.
+
+    Args:
+        positions: [T] int32 or int64, position of each token inside its request, below
+            `rope.max_position`.
+        q: [T, Hq, D]; k: [T, Hk, D], bf16, fp16 or fp32; rows may be strided.
+        rope: the tables' parameters.
+        impl: "reference" (any device) or "triton" (CUDA).
+
+    Returns:
+        (q, k) rotated, contiguous, dtypes unchanged.
+
+    Numerics:
+        Elementwise: bits depend on the element's own pair and position.
+
+    Raises:
+        InvalidInputError: shape or dtype.
+        UnsupportedError: unknown impl.
+    """
+    _validate("rotary", positions, q, k, rope, impl)
+    return torch.ops.consistent_kernels.rotary(positions, q, k, rope.key, impl)
+
+
+def rotary_bwd(
+    positions: torch.Tensor,
+    grad_q: torch.Tensor,
+    grad_k: torch.Tensor,
+    *,
+    rope: RopeParameters,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `rotary`: the rotation by the opposite angle (its transpose), rounded once.
+
+    Args:
+        positions: [T]; grad_q: [T, Hq, D]; grad_k: [T, Hk, D].
+
+    Returns:
+        (grad of q, grad of k), dtypes unchanged.
+    """
+    _validate("rotary_bwd", positions, grad_q, grad_k, rope, impl)
+    cos, sin = rope_tables(rope, grad_q.device)
+    return rotary_ref(positions, grad_q, grad_k, cos, -sin)

@@ -1,0 +1,30 @@
+"""What silu_and_mul computes, and the pinned schedule of each implementation."""
+
+from consistent_kernels.contract import OpSpec, Program
+from consistent_kernels.program_source import source_sha256
+
+SPEC = OpSpec(
+    op="silu_and_mul",
+    version=1,
+    fields={
+        "formula": "y = round(gate / (1 + exp(-gate)) * up)",
+        "accumulate": "fp32",
+        "rounding": "once, to the dtype of gate",
+    },
+)
+
+BLOCK = 1024
+NUM_WARPS = 4
+
+_SCHEDULES = {
+    "reference": (("reference.py",), {"form": "exp and IEEE division, elementwise"}),
+    "triton": (("triton.py",), {"block": BLOCK, "num_warps": NUM_WARPS, "division": "rn"}),
+}
+
+IMPLEMENTATIONS = tuple(_SCHEDULES)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference" or "triton")."""
+    files, schedule = _SCHEDULES[impl]
+    return Program(impl, source_sha256("silu_and_mul", "spec.py", *files), schedule)

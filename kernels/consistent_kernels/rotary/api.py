@@ -86,8 +86,8 @@ def rotary(
     """Rotate the halves (neox style) of each head's first rotary_dim columns.
 
     y1 = round(x1 cos - x2 sin), y2 = round(x2 cos + x1 sin); tables and arithmetic in fp32, one
-    rounding. Source: Su et al., arXiv 2104.09864. The tables live inside the op, so no caller's cast
-    (autocast, FSDP's input casting) reaches them.
+    rounding. Source: Su et al., arXiv 2104.09864. The tables live inside the op, so no
+    caller's cast (autocast, FSDP's input casting) reaches them.
 
     Args:
         positions: [T] int32 or int64, position of each token inside its request, below

@@ -63,8 +63,8 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin), each [max_position, rotary_dim / 2] fp32, cached by parameters and device.
 
-    The angle is the fp32 product of position and inv_freq, as the field computes it; cos and sin are
-    taken in fp64 and rounded once, so they depend on no vector library and no device.
+    The angle is the fp32 product of position and inv_freq, as the field computes it; cos and sin
+    are taken in fp64 and rounded once, so they depend on no vector library and no device.
 
     Args:
         rope: parameters, or their `key`.

@@ -53,8 +53,8 @@ def _(gate: torch.Tensor, up: torch.Tensor, impl: str) -> torch.Tensor:
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str) -> torch.Tensor:
     """y = round(silu(gate) * up), fp32 with one rounding.
 
-    Source: Shazeer, arXiv 2002.05202 (SwiGLU). Eager Hugging Face code rounds silu(gate) first; this
-    does not.
+    Source: Shazeer, arXiv 2002.05202 (SwiGLU). Eager Hugging Face code rounds silu(gate) first;
+    this does not.
 
     Args:
         gate, up: [T, I], bf16, fp16 or fp32, same dtype; halves of one fused tensor are fine.

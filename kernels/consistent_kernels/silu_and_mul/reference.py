@@ -21,7 +21,7 @@ def silu_and_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_and_mul_bwd_ref(
     grad_y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With s = sigmoid(gate): grad_gate = g * up * s * (1 + gate * (1 - s)), grad_up = g * gate * s.
+    """With s = sigmoid(gate): grad_gate = g up s (1 + gate (1 - s)), grad_up = g gate s.
 
     Args:
         grad_y, gate, up: [T, I].

@@ -1,1 +1,1 @@
-"""`vllm-consistent demo`: a small, true on-policy GRPO run whose log-probs are compared bit for bit."""
+"""`vllm-consistent demo`: a small true on-policy GRPO run, compared bit for bit."""

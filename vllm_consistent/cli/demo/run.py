@@ -1,0 +1,335 @@
+"""The run: sample, score, compare, update, push, checkpoint; and what is left when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_consistent.cli import exit_codes
+from vllm_consistent.cli.demo import checkpoint, report, stock
+from vllm_consistent.cli.demo.comparison import Comparison, compare
+from vllm_consistent.cli.demo.display import Display
+from vllm_consistent.cli.demo.errors import CheckpointError
+from vllm_consistent.cli.demo.grpo import group_advantages
+from vllm_consistent.cli.demo.metrics import STOCK, MetricsFile, Row, plain, prefixed, spread
+from vllm_consistent.cli.demo.output import OutputFolder
+from vllm_consistent.cli.demo.plan import STOCK_SAMPLES, STOCK_TOKENS, Plan
+from vllm_consistent.cli.demo.reward import Reward, reward
+from vllm_consistent.cli.demo.rollout import Batch, Rollout, SamplingPlan, to_batch
+from vllm_consistent.cli.demo.summary import summarize
+
+
+class Engine(Protocol):
+    """The consistent vLLM engine, alive for the whole run."""
+
+    def sample(self, prompt_ids: list[list[int]], plan: SamplingPlan) -> Rollout:
+        """Sample with log-probs."""
+
+    def time_decode(self, probe: dict[str, Any]) -> float:
+        """Return decode tokens/s on the timed batch."""
+
+    def consistency_report(self) -> dict[str, Any]:
+        """Return what the worker serves."""
+
+
+class Trainer(Protocol):
+    """The bridged model and its optimizer."""
+
+    def score(self, batch: Batch) -> Tensor:
+        """Return the log-prob of every response token, [B, R] fp32, without gradient."""
+
+    def update(self, batch: Batch, advantages: Tensor) -> Row:
+        """Make one optimizer step; returns actor/* metrics."""
+
+    def push(self, engine: Engine) -> Row:
+        """Write the weights into the engine and verify its receipt; returns weights/* metrics."""
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return masters, optimizer and random state as named tensors."""
+
+    def restore(self, groups: dict[str, dict[str, Tensor]]) -> None:
+        """Take over what `state` returned."""
+
+    def contract(self) -> dict[str, str]:
+        """Return name and digest of the contract."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backends:
+    """How the parts are made; tests put light ones here."""
+
+    engine: Callable[[Path, dict[str, Any]], Engine]
+    trainer: Callable[[Path, float], Trainer]
+    stock: Callable[..., stock.StockResult]
+
+
+class DemoRun:
+    """One run from start or checkpoint to the report."""
+
+    def __init__(self, plan: Plan, problems: str, output: OutputFolder, display: Display) -> None:
+        self.plan = plan
+        self.problems = problems
+        self.output = output
+        self.display = display
+        self.metrics = MetricsFile(output.metrics)
+        self.rows: list[Row] = []
+        self.stock: stock.StockResult | None = None
+        self.decode_rate: float | None = None
+        self.consistency: dict[str, Any] | None = None
+        self.contract: dict[str, str] | None = None
+        self.first_mismatch: dict[str, Any] | None = None
+        self.started = time.perf_counter()
+        self.seconds_before = 0.0
+
+    def execute(self, backends: Backends) -> int:
+        """Run to the end; returns OK or MISMATCH.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be continued; nothing was changed.
+            ConsistencyError: the run cannot go on; finished steps are kept.
+        """
+        saved = self._load_checkpoint()
+        if self.rows and len(self.rows) >= self.plan.options.steps:
+            self.display.note(f"All {len(self.rows)} steps are done; raise --steps to go on.")
+            return exit_codes.OK
+        self._measure_stock(backends)
+        self.display.stage("Starting the engine")
+        engine = backends.engine(self.plan.source.path, self.plan.engine)
+        self.display.stage("Loading the trainer")
+        trainer = backends.trainer(self.plan.source.path, self.plan.options.temperature)
+        if saved is not None:
+            self._check_contract(trainer)
+            trainer.restore(saved.groups)
+        self.contract = trainer.contract()
+        trainer.push(engine)
+        self.display.stage("Timing the engine")
+        self.decode_rate = engine.time_decode(self.plan.probe)
+        for step in range(len(self.rows), self.plan.options.steps):
+            self.display.steps(step, self.plan.options.steps)
+            if not self._step(step, engine, trainer):
+                return exit_codes.MISMATCH
+        return exit_codes.OK
+
+    def finish(self, code: int, stopped_because: str | None) -> dict[str, Any]:
+        """Write metrics, report and summary of what was reached; returns the summary."""
+        self.display.stage("Writing the report")
+        summary = summarize(self, code, stopped_because)
+        self.metrics.rewrite(self.rows)
+        report.write(self.output.report, summary, self.rows)
+        self.output.write_json(self.output.summary, plain(summary))
+        return summary
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all sessions of this run."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def _load_checkpoint(self) -> checkpoint.Checkpoint | None:
+        if not self.plan.options.resume or not checkpoint.exists(self.output.checkpoints):
+            return None
+        self.display.stage("Loading the checkpoint")
+        saved = checkpoint.load_latest(self.output.checkpoints)
+        found, expected = saved.state.get("model_fingerprint"), self.plan.source.fingerprint
+        if found != expected:
+            raise CheckpointError(
+                f"demo --resume: the checkpoint is of another model (fingerprint {found}, "
+                f"{self.plan.source.path} has {expected}); name the model it was made from"
+            )
+        self.rows = list(saved.state["rows"])
+        self.seconds_before = saved.state["seconds"]
+        self.contract = saved.state["contract"]
+        self.consistency = saved.state["consistency_report"]
+        self.decode_rate = saved.state["decode_tokens_per_s"]
+        self.stock = stock.load(self.output.stock)
+        self.metrics.rewrite(self.rows)
+        self.display.note(f"Resuming after step {saved.step - 1}")
+        return saved
+
+    def _check_contract(self, trainer: Trainer) -> None:
+        if self.contract != trainer.contract():
+            raise CheckpointError(
+                f"demo --resume: the checkpoint was written under contract {self.contract}, this "
+                f"installation and machine have {trainer.contract()}; continue it where it was "
+                "made, or start a new run in another --out"
+            )
+
+    def _measure_stock(self, backends: Backends) -> None:
+        options = self.plan.options
+        if not options.baseline:
+            return
+        known = stock.load(self.output.stock)
+        missing = [
+            prompts for prompts in self.plan.prompts if not known or prompts.step not in known.steps
+        ]
+        if not missing:
+            self.stock = known
+            return
+        self.display.stage("Stock pair: vLLM with the plugin off, in a process of its own")
+        measured = backends.stock(
+            model=self.plan.source.path,
+            engine=self.plan.engine,
+            steps=missing,
+            samples=min(STOCK_SAMPLES, options.samples),
+            max_tokens=min(STOCK_TOKENS, options.max_tokens),
+            temperature=options.temperature,
+            probe=None if known else self.plan.probe,
+            folder=self.output.logs,
+        )
+        self.stock = stock.merged(known, measured)
+        self.output.write_json(self.output.stock, self.stock.to_dict())
+
+    def _step(self, step: int, engine: Engine, trainer: Trainer) -> bool:
+        """Do one step and record it; returns whether every token was bit-equal."""
+        timing: dict[str, float] = {}
+        begin = time.perf_counter()
+        self.display.phase(f"Step {step}: rollout")
+        rollout = engine.sample(self.plan.prompts[step].prompt_ids, self.plan.sampling(step))
+        timing["gen"] = rollout.seconds
+        self.consistency = engine.consistency_report()
+        self.display.phase(f"Step {step}: scoring and comparing")
+        batch = to_batch(rollout)
+        with _timed(timing, "old_log_prob"):
+            log_probs = trainer.score(batch)
+        compared = compare(batch.rollout_log_probs, log_probs, batch.response_mask)
+        rewards = self._rewards(step, rollout)
+        row = self._row(step, rollout, compared, rewards)
+        if compared.equal:
+            self.display.phase(f"Step {step}: training")
+            grouped = torch.tensor([r.total for r in rewards]).view(-1, self.plan.options.samples)
+            advantages = group_advantages(grouped).flatten()
+            row |= spread("critic/advantages", advantages.tolist())
+            with _timed(timing, "update_actor"):
+                row |= trainer.update(batch, advantages)
+            self.display.phase(f"Step {step}: pushing weights")
+            with _timed(timing, "update_weights"):
+                row |= trainer.push(engine)
+        else:
+            self.first_mismatch = self._locate(step, rollout, compared)
+        self._record(step, row, timing, begin, trainer if compared.equal else None)
+        return compared.equal
+
+    def _record(
+        self,
+        step: int,
+        row: Row,
+        timing: dict[str, float],
+        begin: float,
+        trainer: Trainer | None,
+    ) -> None:
+        timing["step"] = time.perf_counter() - begin
+        row |= prefixed("timing_s/", timing)
+        row["perf/time_per_step"] = timing["step"]
+        row["perf/throughput"] = row["perf/total_num_tokens"] / timing["step"]
+        if trainer is not None:
+            self.display.phase(f"Step {step}: checkpoint")
+            with _timed(timing, "save_checkpoint"):
+                self._save(step, row, trainer)
+            row["timing_s/save_checkpoint"] = timing["save_checkpoint"]
+        self.rows.append(plain(row))
+        self.metrics.append(row)
+        self.display.steps(step + 1, self.plan.options.steps)
+        self.display.step_done(row)
+
+    def _save(self, step: int, row: Row, trainer: Trainer) -> None:
+        state = {
+            "options": self.plan.options.to_dict(),
+            "model_fingerprint": self.plan.source.fingerprint,
+            "contract": self.contract,
+            "consistency_report": plain(self.consistency),
+            "decode_tokens_per_s": self.decode_rate,
+            "rows": [*self.rows, plain(row)],
+            "seconds": self.seconds,
+        }
+        checkpoint.save(self.output.checkpoints, step + 1, trainer.state(), state)
+
+    def _rewards(self, step: int, rollout: Rollout) -> list[Reward]:
+        return [
+            reward(
+                self._text(response.token_ids),
+                self.plan.problems[step][response.prompt_index].answer,
+                finished=response.finished,
+                max_tokens=self.plan.options.max_tokens,
+            )
+            for response in rollout.responses
+        ]
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        return self.plan.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _row(self, step: int, rollout: Rollout, compared: Comparison, rewards: list[Reward]) -> Row:
+        lengths = [len(response.token_ids) for response in rollout.responses]
+        prompt_lengths = [len(rollout.prompt_ids[r.prompt_index]) for r in rollout.responses]
+        totals = [r.total for r in rewards]
+        limit = self.plan.options.max_tokens
+        row = {
+            "training/global_step": step,
+            **compared.row,
+            **spread("critic/score", totals),
+            **spread("critic/rewards", totals),
+            "reward/accuracy": sum(r.correct for r in rewards) / len(rewards),
+            **spread("response_length", [float(length) for length in lengths]),
+            "response_length/clip_ratio": sum(n == limit for n in lengths) / len(lengths),
+            **spread("prompt_length", [float(length) for length in prompt_lengths]),
+            "perf/total_num_tokens": sum(lengths) + sum(prompt_lengths),
+            "perf/rollout_tokens_per_s": rollout.num_tokens / rollout.seconds,
+        }
+        if self.stock is not None:
+            row |= prefixed(STOCK, stock.step_row(self.stock, step))
+        return row
+
+    def _locate(self, step: int, rollout: Rollout, compared: Comparison) -> dict[str, Any]:
+        response_index, position = compared.first["row"], compared.first["position"]
+        response = rollout.responses[response_index]
+        token = response.token_ids[position]
+        return {
+            "step": step,
+            "prompt": response.prompt_index,
+            "sample": response_index % self.plan.options.samples,
+            "position": position,
+            "token": f"{token} {self._text((token,))!r}",
+            **compared.first["values"],
+        }
+
+
+@contextmanager
+def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    timing[name] = time.perf_counter() - begin
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def run_demo(run: DemoRun, backends: Backends) -> tuple[int, dict[str, Any], BaseException | None]:
+    """Execute `run` and leave a usable folder however it ends.
+
+    Returns:
+        (exit code, summary, what stopped it or None).
+
+    Raises:
+        CheckpointError: before anything was changed.
+    """
+    stopped: BaseException | None = None
+    try:
+        code = run.execute(backends)
+        reason = "a mismatch was found" if code == exit_codes.MISMATCH else None
+    except CheckpointError:
+        raise
+    except KeyboardInterrupt as error:
+        code, reason, stopped = exit_codes.INTERRUPTED, "it was interrupted", error
+    except Exception as error:
+        # Whatever went wrong, the finished steps are reported; the caller shows the error.
+        code, reason, stopped = exit_codes.FAILED, first_line(error), error
+    summary = run.finish(code, reason)
+    return code, summary, stopped

@@ -1,0 +1,23 @@
+"""The `vllm-consistent` command line: each command lives in a package of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_consistent.cli.demo.command import demo
+
+app = typer.Typer(
+    name="vllm-consistent",
+    help="Rollout and training log-probs that are equal bit for bit, with vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root() -> None:
+    """Rollout and training log-probs that are equal bit for bit, with vLLM."""
+
+
+app.command()(demo)

@@ -1,0 +1,1 @@
+"""Attention backends: CPU_ATTN's override and CUSTOM on CUDA, on one op for every phase."""

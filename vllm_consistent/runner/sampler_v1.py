@@ -1,0 +1,78 @@
+"""Sampler of vLLM's V1 model runner (CPU, and CUDA where V2 is off)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from consistent_kernels.errors import UnsupportedError
+from vllm_consistent.runner.draw import draw_tokens
+from vllm_consistent.runner.scoring import score
+
+
+class ConsistentSampler(Sampler):
+    """Draws a token and scores it with the contract's log-prob function, at its temperature."""
+
+    def __init__(self, impl: str, logprobs_mode: str) -> None:
+        super().__init__(logprobs_mode)
+        self.impl = impl
+        self.undrawn: Collection[int] = ()
+        """Rows in the middle of their prompt: vLLM drops their token, so no seed is advanced."""
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: Any,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> SamplerOutput:
+        """logits [T, V] fp32 -> one token a row, with log-probs where asked for."""
+        if predict_bonus_token or logprobs_mode_override is not None:
+            raise UnsupportedError("sampler", "speculative decoding", ["plain decoding"])
+        sampled = self._draw(logits, sampling_metadata)
+        top = sampling_metadata.max_num_logprobs
+        tensors = None
+        if top is not None:
+            temperature = sampling_metadata.temperature
+            if temperature is None:
+                temperature = torch.ones(len(sampled), device=logits.device)
+            tensors = LogprobsTensors(*score(logits, sampled, temperature, top, self.impl))
+        return SamplerOutput(
+            sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=tensors
+        )
+
+    def _draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+        masked = self._masked(logits, metadata)
+        greedy = None if metadata.all_random else masked.argmax(-1)
+        if metadata.all_greedy:
+            return greedy
+        drawn = draw_tokens(masked, metadata.temperature, self._uniform(masked, metadata))
+        if greedy is None:
+            return drawn
+        return torch.where(metadata.temperature > 0, drawn, greedy)
+
+    def _masked(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+        # Only min_tokens gets here (see sampling.py). It masks in place, and the log-prob is that
+        # of the unmasked distribution, so it masks a copy.
+        active = [
+            processor
+            for processor in metadata.logitsprocs.non_argmax_invariant
+            if getattr(processor, "min_toks", None) or getattr(processor, "biases", None)
+        ]
+        if not active:
+            return logits
+        masked = logits.clone()
+        for processor in active:
+            masked = processor.apply(masked)
+        return masked
+
+    def _uniform(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+        uniform = torch.rand(len(logits), dtype=torch.float64, device=logits.device)
+        for row, generator in metadata.generators.items():
+            if row not in self.undrawn:
+                uniform[row : row + 1].uniform_(generator=generator)
+        return uniform

@@ -1,0 +1,72 @@
+"""The one log-prob function of the engine: sampled tokens and re-scored prompt tokens pass here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from consistent_kernels.token_logprobs import token_logprobs_from_logits
+
+PROMPT_ROWS = 128
+"""Prompt positions scored at once; a row's bits do not depend on it, memory does."""
+
+
+def rank_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return vLLM's rank of `ids` [T]: how many logits of the row [T, V] are at least as large."""
+    chosen = logits.gather(-1, ids.unsqueeze(-1))
+    return (logits >= chosen).sum(-1)
+
+
+def candidates(logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
+    """Return [T, 1 + top] ids: the chosen one, then the `top` largest logits."""
+    chosen = ids.unsqueeze(-1)
+    if top == 0:
+        return chosen
+    return torch.cat((chosen, torch.topk(logits, top, dim=-1).indices), dim=1)
+
+
+def score(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor,
+    top: int,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs of `ids` [T] and of the `top` most likely tokens at `temperature`.
+
+    Args:
+        logits: [T, V] fp32, before any mask or scaling.
+        ids: [T] int64.
+        temperature: [T] fp32; 0 (greedy) scores at 1.
+        top: how many candidates.
+        impl: implementation of token_logprobs.
+
+    Returns:
+        (ids [T, 1 + top] int32, log-probs [T, 1 + top] fp32, rank [T]).
+    """
+    wanted = candidates(logits, ids, top)
+    scored = token_logprobs_from_logits(logits, wanted, temperature=temperature, impl=impl)
+    return wanted.to(torch.int32), scored.logprob, rank_of(logits, ids)
+
+
+def score_hidden(
+    model: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float,
+    top: int,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `score`, from hidden states [T, H], a fixed number of rows at a time."""
+    pieces = []
+    # One fp32 number a row, as the sampler has it: 0.7 as a Python float is another divisor.
+    divisor = torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
+    for start in range(0, len(ids), PROMPT_ROWS):
+        stop = start + PROMPT_ROWS
+        logits = model.compute_logits(hidden[start:stop])
+        rows = divisor.expand(len(logits))
+        pieces.append(score(logits, ids[start:stop], rows, top, impl))
+    columns = zip(*pieces, strict=True)
+    token_ids, logprobs, ranks = (torch.cat(column) for column in columns)
+    return token_ids, logprobs, ranks

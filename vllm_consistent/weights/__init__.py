@@ -1,0 +1,1 @@
+"""Which weights the engine serves: names, versions, receipts, and the pages computed from them."""

@@ -1,0 +1,45 @@
+"""Splits vLLM's fused tensors back into the names that the trainer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""vLLM's fused module to the Hugging Face modules that it holds, in row order."""
+
+
+def hf_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return {Hugging Face name: view into vLLM's storage} for every weight that is served.
+
+    A tied head is not listed (it is the embedding). Rows that vLLM pads the vocabulary with are cut.
+    """
+    views: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            for name, view in _split(path, module, local, parameter.data):
+                views[name] = view
+    return dict(sorted(views.items()))
+
+
+def _split(
+    path: str, module: Any, local: str, tensor: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    parent, _, leaf = path.rpartition(".")
+    parts = FUSED.get(leaf)
+    if parts is not None:
+        pieces = tensor.split(module.output_partition_sizes)
+        for part, piece in zip(parts, pieces, strict=True):
+            yield f"{parent}.{part}.{local}", piece
+        return
+    vocab = getattr(module, "org_vocab_size", None)
+    yield f"{path}.{local}", tensor if vocab is None else tensor[:vocab]

@@ -1,0 +1,79 @@
+"""Which weight version wrote each KV page: a page of older weights must never be read.
+
+vLLM's prefix cache is not told when weights change. The worker therefore notes, for each page, the
+version that its request started with, and refuses a step that would read older ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from consistent_kernels.errors import StaleWeightsError
+
+_RESET = "call reset_prefix_cache() after each weight update, before the next request"
+
+
+class PageVersions:
+    """Versions by page and by running request."""
+
+    def __init__(self) -> None:
+        self._pages = np.zeros(0, dtype=np.int64)
+        self._requests: dict[str, int] = {}
+
+    def check(self, step: Any, version: int, block_size: int) -> None:
+        """Note this step's pages; raise StaleWeightsError if one of them holds older keys.
+
+        Args:
+            step: vLLM's SchedulerOutput.
+            version: the weights served now.
+            block_size: positions a page.
+        """
+        for request in step.finished_req_ids:
+            self._requests.pop(request, None)
+        for request in step.scheduled_new_reqs:
+            cached = request.num_computed_tokens
+            self._start(request.req_id, request.block_ids, cached, version, block_size)
+        cached_reqs = step.scheduled_cached_reqs
+        for index, name in enumerate(cached_reqs.req_ids):
+            blocks = cached_reqs.new_block_ids[index]
+            if name in cached_reqs.resumed_req_ids:
+                computed = cached_reqs.num_computed_tokens[index]
+                self._start(name, blocks or (), computed, version, block_size)
+                continue
+            started = self._requests.get(name, version)
+            if started != version:
+                raise StaleWeightsError(
+                    f"request {name} started on weight version {started} and would continue on "
+                    f"{version}; finish or abort all requests before a weight update"
+                )
+            if blocks:
+                self._mark(blocks, version)
+
+    def _start(self, name: str, blocks: Any, cached: int, version: int, block_size: int) -> None:
+        for group in blocks:
+            hit = group[: cached // block_size]
+            self._grow(group)
+            stale = [page for page in hit if page and self._pages[page] != version]
+            if stale:
+                raise StaleWeightsError(
+                    f"request {name} would read {len(stale)} cached KV page(s) of weight version "
+                    f"{self._pages[stale[0]]}, while {version} is served; {_RESET}"
+                )
+        self._mark(blocks, version)
+        self._requests[name] = version
+
+    def _mark(self, blocks: Any, version: int) -> None:
+        for group in blocks:
+            if group:
+                self._grow(group)
+                self._pages[group] = version
+
+    def _grow(self, group: list[int]) -> None:
+        needed = max(group, default=-1) + 1
+        if needed > len(self._pages):
+            size = max(needed, 2 * len(self._pages))
+            grown = np.full(size, -1, dtype=np.int64)
+            grown[: len(self._pages)] = self._pages
+            self._pages = grown

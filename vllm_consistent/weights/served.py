@@ -1,0 +1,184 @@
+"""The weights a worker serves: loads them in place, rebuilds what is derived, leaves receipts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consistent_kernels.errors import (
+    ConfigurationError,
+    ConsistencyError,
+    InvalidInputError,
+    StaleWeightsError,
+)
+from vllm_consistent.weights.names import hf_views
+from vllm_consistent.weights.pages import PageVersions
+
+TIED_HEAD = "lm_head.weight"
+TIED_TO = "model.embed_tokens.weight"
+
+
+class ServedWeights:
+    """One model's weights.
+
+    Attributes:
+        version: the trainer's counter, 0 for the checkpoint that the engine was started with.
+        stale: why the weights may not be served now, or None.
+    """
+
+    def __init__(self, model: torch.nn.Module, tied: bool, block_size: int) -> None:
+        self.version = 0
+        self.stale: str | None = None
+        self._model = model
+        self._tied = tied
+        self._block_size = block_size
+        self._generation = 0
+        self._pages = PageVersions()
+        self._loaded: set[str] = set()
+        self._load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights
+        model.load_weights = self._load_from_outside
+        self._check_served()
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Return {Hugging Face name: view into the storage that is served}."""
+        return hf_views(self._model)
+
+    def check_step(self, step: Any) -> None:
+        """Raise StaleWeightsError if `step` (a SchedulerOutput) would serve stale weights."""
+        if step.total_num_scheduled_tokens and self.stale:
+            raise StaleWeightsError(f"rollout refused: {self.stale}")
+        self._pages.check(step, self._generation, self._block_size)
+
+    def mark_stale(self, reason: str) -> None:
+        """Refuse rollouts until weights are loaded completely again."""
+        self.stale = reason
+        self._loaded = set()
+
+    def update(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None, finish: bool
+    ) -> None:
+        """Load tensors by Hugging Face name into the existing storage.
+
+        Args:
+            weights: (name, tensor) pairs of any float dtype; rounded to the model dtype.
+            version: the trainer's counter; the old one plus 1 by default.
+            finish: False when more buckets of the same update follow.
+
+        Raises:
+            InvalidInputError: unknown name or wrong shape; nothing was loaded.
+            ConsistencyError: a tensor holds NaN or infinity; nothing was loaded.
+            StaleWeightsError: the update ends without some weight.
+        """
+        pairs = self._checked(dict(weights))
+        self.stale = "a weight update is under way; finish it first"
+        with torch.no_grad():
+            self._load(pairs.items())
+        self._loaded |= pairs.keys()
+        if finish:
+            self.finish(version, self._loaded)
+
+    def finish(self, version: int | None, loaded: set[str] | None = None) -> None:
+        """Rebuild derived weights and serve; `loaded` None means that all names were loaded.
+
+        Raises:
+            StaleWeightsError: a weight is missing; the engine stays stale.
+            ConsistencyError: a weight is not finite; the engine stays stale.
+        """
+        if loaded is not None:
+            missing = sorted(self.views().keys() - loaded)
+            if missing:
+                raise StaleWeightsError(
+                    f"weight update lacks {len(missing)} tensor(s): {', '.join(missing[:8])}"
+                    f"{', ...' if len(missing) > 8 else ''}; send every parameter"
+                )
+        self._rebuild()
+        self._check_served()
+        self._generation += 1
+        self.version = self.version + 1 if version is None else version
+        self._loaded = set()
+        self.stale = None
+
+    def verify_derived(self) -> None:
+        """Recompute every derived weight; raise StaleWeightsError naming one that differs."""
+        for path, module in self._model.named_modules():
+            method = getattr(module, "quant_method", None)
+            own = getattr(getattr(method, "prepared", None), "own", None)
+            if own is None:
+                continue
+            fresh = method.prepare(module)
+            if not torch.equal(own.view(torch.uint8), fresh.view(torch.uint8)):
+                raise StaleWeightsError(
+                    f"{path}: the prepared weight does not follow the loaded one; somebody wrote "
+                    "into the parameter. Use update_weights_in_place"
+                )
+
+    def _rebuild(self) -> None:
+        for module in self._model.modules():
+            method = getattr(module, "quant_method", None)
+            if hasattr(method, "prepared"):
+                method.process_weights_after_loading(module)
+
+    def _load_from_outside(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        self.mark_stale(
+            "model.load_weights was called past update_weights_in_place; call it to finish"
+        )
+        return self._load(weights)
+
+    def _checked(self, pairs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        views = self.views()
+        checked = dict(pairs)
+        if self._tied and TIED_HEAD in checked:
+            head = checked.pop(TIED_HEAD)
+            body = checked.get(TIED_TO)
+            if body is not None and not torch.equal(head, body):
+                raise InvalidInputError(
+                    f"weight update: {TIED_HEAD} must equal {TIED_TO}, to which the model ties it"
+                )
+        unknown = sorted(checked.keys() - views.keys())
+        if unknown:
+            raise InvalidInputError(
+                f"weight update: unknown tensor(s) {', '.join(unknown[:8])}; names are those of "
+                "the Hugging Face checkpoint"
+            )
+        shapes = [
+            f"{name} must be {tuple(views[name].shape)}, got {tuple(tensor.shape)}"
+            for name, tensor in checked.items()
+            if tensor.shape != views[name].shape
+        ]
+        if shapes:
+            raise InvalidInputError(f"weight update: {'; '.join(shapes[:8])}")
+        _require_finite(checked)
+        return checked
+
+    def _check_served(self) -> None:
+        _require_finite(self.views())
+
+
+def _require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise ConsistencyError(
+            f"weights hold NaN or infinity in {len(bad)} tensor(s): {', '.join(bad[:8])}"
+            f"{', ...' if len(bad) > 8 else ''}; they are not served"
+        )
+
+
+def read_safetensors(path: str) -> dict[str, torch.Tensor]:
+    """Read a .safetensors file, or every one in a folder.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    from safetensors.torch import load_file
+
+    where = Path(path)
+    files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
+    if not files or not all(file.is_file() for file in files):
+        raise ConfigurationError([f"no .safetensors file at {path}"], "weight update")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors.update(load_file(file))
+    return tensors

@@ -1,0 +1,142 @@
+"""Worker classes that serve a contract, and the calls that launcher, trainer and CLI make on them.
+
+The configuration hook selects the worker class (`parallel_config.worker_cls`) and the extension
+(`worker_extension_cls`). Importing this module registers our layers, in the worker only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from consistent_kernels.contract import check_same
+from consistent_kernels.errors import ConfigurationError
+from consistent_kernels.model_facts import model_facts
+from consistent_kernels.resolve import resolve_contract
+from vllm_consistent.contracts import attached
+from vllm_consistent.layers.registry import register_layers
+from vllm_consistent.reporting import build_receipt, build_report
+from vllm_consistent.weights.served import ServedWeights, read_safetensors
+
+register_layers()
+
+
+class ConsistencyWorkerExtension:
+    """Mixed into the worker by vLLM; call by name through `collective_rpc`.
+
+    Another extension class must derive from this one.
+    """
+
+    def consistency_report(self) -> dict[str, Any]:
+        """Return what this worker really serves, as plain types (see `reporting.build_report`)."""
+        return build_report(self)
+
+    def update_weights_in_place(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None = None,
+        path: str | None = None,
+        version: int | None = None,
+        finish: bool = True,
+    ) -> dict[str, Any]:
+        """Load weights by Hugging Face name and return a receipt; see `ServedWeights.update`.
+
+        Reset the prefix cache afterwards: a request that would read older pages is refused.
+
+        Args:
+            weights: named tensors (an engine in the caller's process, or a small model).
+            path: a .safetensors file or folder instead.
+            version: the trainer's counter.
+            finish: False when more buckets of the same update follow.
+        """
+        if (weights is None) == (path is None):
+            raise ConfigurationError(["pass either weights or path"], "weight update")
+        named = read_safetensors(path) if path is not None else weights
+        pairs = named.items() if isinstance(named, Mapping) else named
+        self.served_weights.update(pairs, version, finish)
+        return self.weight_receipt() if finish else {}
+
+    def serve_loaded_weights(self, version: int | None = None) -> dict[str, Any]:
+        """Serve weights that were loaded through `model.load_weights`; return a receipt."""
+        self.served_weights.finish(version)
+        return self.weight_receipt()
+
+    def weight_receipt(self) -> dict[str, Any]:
+        """Return version and digests of the weights served, by Hugging Face name.
+
+        Raises:
+            StaleWeightsError: weights are stale, or a derived weight does not follow its source.
+        """
+        return build_receipt(self.served_weights)
+
+
+class _ConsistentWorkerMixin:
+    served_weights: ServedWeights
+
+    def load_model(self, **kwargs: Any) -> None:
+        self._check_contract()
+        super().load_model(**kwargs)
+        self._adopt_runner()
+        model = self.model_runner.get_model()
+        tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
+        self.served_weights = ServedWeights(model, tied, self.cache_config.block_size)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.served_weights.check_step(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.served_weights.mark_stale("weights are being reloaded")
+        super().reload_weights(*args, **kwargs)
+        self.served_weights.finish(None)
+
+    def _check_contract(self) -> None:
+        # The front end resolved a contract; this process must hold the same sources and tools.
+        asked = attached(self.vllm_config)
+        if asked is None:
+            raise ConfigurationError(
+                ["the front end attached no contract; set VLLM_CONSISTENT=1 there too"], "worker"
+            )
+        model = self.model_config
+        dtype = str(model.dtype).removeprefix("torch.")
+        facts = model_facts(model.hf_text_config, dtype, architecture=model.architecture)
+        ours = resolve_contract(facts, self.device_config.device_type)
+        check_same(ours, asked, ours_is="the worker", theirs_is="the front end")
+
+    def _adopt_runner(self) -> None:
+        raise AssertionError("the device's worker class decides")
+
+
+class ConsistentCPUWorker(_ConsistentWorkerMixin, CPUWorker):
+    """vLLM's CPU worker (V1 runner) with our sampler and weights."""
+
+    def _adopt_runner(self) -> None:
+        from vllm_consistent.runner.runner_v1 import ConsistentCPUModelRunner
+
+        self.model_runner.__class__ = ConsistentCPUModelRunner
+        self.model_runner.adopt()
+
+
+class ConsistentGPUWorker(_ConsistentWorkerMixin, Worker):
+    """vLLM's CUDA worker with our sampler and weights; V2 runner by default."""
+
+    def sleep(self, level: int = 1) -> None:
+        """As vLLM; level 2 discards the weights, so rollouts are refused until an update."""
+        if level == 2:
+            self.served_weights.mark_stale("sleep level 2 discarded the weights; load them again")
+        super().sleep(level)
+
+    def _adopt_runner(self) -> None:
+        if self.use_v2_model_runner:
+            from vllm_consistent.runner.runner_v2 import adopt
+
+            contract = attached(self.vllm_config)
+            adopt(self.model_runner, contract.implementation("token_logprobs"))
+            return
+        from vllm_consistent.runner.runner_v1 import ConsistentGPUModelRunner
+
+        self.model_runner.__class__ = ConsistentGPUModelRunner
+        self.model_runner.adopt()

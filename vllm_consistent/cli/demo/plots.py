@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ from vllm_consistent.cli.demo.metrics import STOCK, Row
 
 CONSISTENT_COLOUR = "#1d4ed8"
 STOCK_COLOUR = "#d97706"
-_SIZE = (5.2, 3.1)
+_SIZE = (4.6, 2.9)
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 _TIMINGS = (
     ("timing_s/gen", "rollout", "#1d4ed8"),
@@ -134,11 +135,9 @@ def _on_zero_scale(axes: Axes, rows: Sequence[Row], name: str, label: str) -> No
         if steps:
             axes.plot(steps, series, marker=marker, color=colour, label=who, clip_on=False)
             values += series
-    smallest = min((abs(value) for value in values if value), default=1.0)
-    axes.set_yscale("symlog", linthresh=smallest / 10)
-    axes.set_ylim(bottom=0)
-    if not any(values):
-        axes.set_ylim(0, 1)
+    finite = [value for value in values if value and math.isfinite(value)]
+    axes.set_yscale("symlog", linthresh=min(finite, default=1.0) / 10)
+    axes.set_ylim(0, 3 * max(finite, default=1.0))
     axes.set_ylabel(label)
     _step_axis(axes)
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.14))

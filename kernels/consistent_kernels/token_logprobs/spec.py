@@ -1,0 +1,56 @@
+"""What a token's log-prob is, and the pinned schedule of each implementation."""
+
+from consistent_kernels.contract import OpSpec, Program, float_bits
+from consistent_kernels.program_source import source_sha256
+
+VOCAB_TILE = 1024
+"""Vocabulary entries of one partial result, counted from id 0; the last tile is padded with -inf.
+
+A vocabulary cut at multiples of it (streaming, vocabulary parallel) gives the same partials.
+"""
+
+SMALLEST_DELTA = -128.0
+"""exp of it is 0 in fp32, as is exp(-inf): clamping there changes no probability and keeps
+0 * -inf out of the entropy."""
+
+SPEC = OpSpec(
+    op="token_logprobs",
+    version=1,
+    fields={
+        "formula": "logprob = z[id] - logsumexp(z), z = logit / temperature",
+        "logits": "fp32, the unrounded accumulator of lm_head",
+        "temperature": "IEEE fp32 division; 0 (greedy) means 1",
+        "masked": "ids >= valid_vocab and banned ids are -inf",
+        "vocab_tile": VOCAB_TILE,
+        "tile": "m = max z, s = sum exp(z - m), fp32, pairwise tree",
+        "merge": "M = max m; S = sum of s * exp(m - M) over ascending tiles; M + log(S)",
+        "entropy": "log(S) - W / S, W = sum exp(z - M) * (z - M) by the same tiles and merge",
+        "smallest_delta": float_bits(SMALLEST_DELTA),
+        "nonfinite": "NaN and +inf logits give a NaN log-prob",
+    },
+)
+
+REFERENCE_ROWS = 16
+"""Reference: rows worked on at once, 3 MB of logits at a vocabulary of 49152. Moves no bit."""
+
+TRITON_ROWS = 512
+"""Triton: the same, 300 MB of logits at a vocabulary of 151936."""
+
+NUM_WARPS = 4
+"""Triton: warps of the tile kernel; the merge kernel has one."""
+
+_SCHEDULES = {
+    "reference": (("reference.py",), {"tree": "halving", "exp": "aten", "rows": REFERENCE_ROWS}),
+    "triton": (
+        ("triton.py",),
+        {"tree": "adjacent pairs", "exp": "libdevice", "num_warps": NUM_WARPS, "rows": TRITON_ROWS},
+    ),
+}
+
+IMPLEMENTATIONS = tuple(_SCHEDULES)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference" or "triton")."""
+    files, schedule = _SCHEDULES[impl]
+    return Program(impl, source_sha256("token_logprobs", "spec.py", *files), schedule)

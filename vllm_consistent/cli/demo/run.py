@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from consistent_kernels.contract import Contract
 from vllm_consistent.cli import exit_codes
 from vllm_consistent.cli.demo import checkpoint, report, stock
 from vllm_consistent.cli.demo.comparison import Comparison, compare
@@ -57,15 +58,16 @@ class Trainer(Protocol):
     def restore(self, groups: dict[str, dict[str, Tensor]]) -> None:
         """Take over what `state` returned."""
 
-    def contract(self) -> dict[str, str]:
-        """Return name and digest of the contract."""
+    @property
+    def contract(self) -> Contract:
+        """What its forward computes; the engine must serve the same."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backends:
     """How the parts are made; tests put light ones here."""
 
-    engine: Callable[[Path, dict[str, Any]], Engine]
+    engine: Callable[[Path, dict[str, Any], Contract], Engine]
     trainer: Callable[[Path, float], Trainer]
     stock: Callable[..., stock.StockResult]
 
@@ -100,14 +102,13 @@ class DemoRun:
             self.display.note(f"All {len(self.rows)} steps are done; raise --steps to go on.")
             return exit_codes.OK
         self._measure_stock(backends)
-        self.display.stage("Starting the engine")
-        engine = backends.engine(self.plan.source.path, self.plan.engine)
         self.display.stage("Loading the trainer")
         trainer = backends.trainer(self.plan.source.path, self.plan.options.temperature)
+        self._adopt_contract(trainer, saved)
         if saved is not None:
-            self._check_contract(trainer)
             trainer.restore(saved.groups)
-        self.contract = trainer.contract()
+        self.display.stage("Starting the engine")
+        engine = backends.engine(self.plan.source.path, self.plan.engine, trainer.contract)
         trainer.push(engine)
         self.display.stage("Timing the engine")
         self.decode_rate = engine.time_decode(self.plan.probe)
@@ -152,13 +153,15 @@ class DemoRun:
         self.display.note(f"Resuming after step {saved.step - 1}")
         return saved
 
-    def _check_contract(self, trainer: Trainer) -> None:
-        if self.contract != trainer.contract():
+    def _adopt_contract(self, trainer: Trainer, saved: checkpoint.Checkpoint | None) -> None:
+        mine = {"name": trainer.contract.name, "digest": trainer.contract.digest}
+        if saved is not None and saved.state["contract"] != mine:
             raise CheckpointError(
-                f"demo --resume: the checkpoint was written under contract {self.contract}, this "
-                f"installation and machine have {trainer.contract()}; continue it where it was "
-                "made, or start a new run in another --out"
+                f"demo --resume: the checkpoint was written under contract "
+                f"{saved.state['contract']}, this installation and machine have {mine}; continue "
+                "it where it was made, or start a new run in another --out"
             )
+        self.contract = mine
 
     def _measure_stock(self, backends: Backends) -> None:
         options = self.plan.options

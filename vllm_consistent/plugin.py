@@ -24,6 +24,7 @@ def register() -> None:
     if _REGISTERED or not env.enabled():
         return
     import vllm
+
     from vllm_consistent.versions import check_vllm_version
 
     check_vllm_version(vllm.__version__)
@@ -44,6 +45,7 @@ def is_registered() -> bool:
 def _hook() -> None:
     import vllm.envs as vllm_envs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
     from vllm_consistent import config, patches
 
     # An unknown VLLM_ variable is a warning, and an error under fail_on_environ_validation.

@@ -1,4 +1,4 @@
-"""What an engine may not be configured with while the plugin is on; each rule is one line of text."""
+"""What an engine may not be configured with while the plugin is on: one line of text a rule."""
 
 from __future__ import annotations
 
@@ -120,6 +120,7 @@ def _classes(parallel: Any, device_type: str) -> Iterator[str]:
 def _extends_ours(extension: str) -> bool:
     # Imported by name: its module may be heavy, and is only needed when somebody set one.
     from vllm.utils.import_utils import resolve_obj_by_qualname
+
     from vllm_consistent.worker import ConsistencyWorkerExtension
 
     return issubclass(resolve_obj_by_qualname(extension), ConsistencyWorkerExtension)

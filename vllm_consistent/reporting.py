@@ -80,8 +80,9 @@ def build_report(worker: Any) -> dict[str, Any]:
 
 def build_receipt(served: ServedWeights) -> dict[str, Any]:
     """Return {"version", "digests": {Hugging Face name: digest}} of the weights served now."""
-    from consistent_kernels.errors import StaleWeightsError
     from consistent_kernels.protocol.weights import tensor_digest
+
+    from consistent_kernels.errors import StaleWeightsError
 
     if served.stale:
         raise StaleWeightsError(f"no receipt: {served.stale}")

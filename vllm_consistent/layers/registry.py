@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.model_executor.custom_op import op_registry_oot
+
 from vllm_consistent.layers.activation import ConsistentSiluAndMul
 from vllm_consistent.layers.embedding import (
     ConsistentParallelLMHead,

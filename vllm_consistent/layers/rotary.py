@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import (
-    Llama3RotaryEmbedding,
     LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
     RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )

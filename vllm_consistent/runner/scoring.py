@@ -46,7 +46,9 @@ def score(
         (ids [T, 1 + top] int32, log-probs [T, 1 + top] fp32, rank [T]).
     """
     wanted = candidates(logits, ids, top)
-    scored = token_logprobs_from_logits(logits, wanted, temperature=temperature, impl=impl)
+    scored = token_logprobs_from_logits(
+        logits, wanted, temperature=temperature, entropy=False, impl=impl
+    )
     return wanted.to(torch.int32), scored.logprob, rank_of(logits, ids)
 
 

@@ -17,7 +17,7 @@ FUSED = {
 def hf_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return {Hugging Face name: view into vLLM's storage} for every weight that is served.
 
-    A tied head is not listed (it is the embedding). Rows that vLLM pads the vocabulary with are cut.
+    A tied head is not listed (it is the embedding); rows that pad the vocabulary are cut.
     """
     views: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

@@ -100,7 +100,7 @@ def demo(
         temperature=temperature,
         model=model,
         data=data,
-        out=out or _default_out(resume),
+        out=out or default_out(resume),
         seed=seed,
         baseline=not no_baseline,
         resume=resume,
@@ -128,7 +128,8 @@ def _explicit(ctx: typer.Context) -> frozenset[str]:
     return frozenset("baseline" if name == "no_baseline" else name for name in given)
 
 
-def _default_out(resume: bool) -> Path:
+def default_out(resume: bool) -> Path:
+    """Return a new folder named by the time, or with `resume` the newest run there is."""
     if resume:
         earlier = sorted(RUNS.glob("demo-*/run.json"), key=lambda path: path.stat().st_mtime)
         if earlier:

@@ -1,4 +1,4 @@
-"""The numbers of a step under verl's names, and the file that keeps one line per step."""
+"""The numbers of a step, under verl's names where it has them, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -9,46 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from vllm_consistent.cli.demo.errors import RunError
 
 STOCK = "stock/"
 Row = dict[str, Any]
-
-
-def verl_comparison(rollout: Tensor, train: Tensor, mask: Tensor) -> Row:
-    """Return verl's own mismatch metrics over the response tokens.
-
-    Args:
-        rollout: [B, R] fp32 engine log-probs.
-        train: [B, R] fp32 trainer log-probs of the same tokens (verl's old_log_probs).
-        mask: [B, R] bool response mask.
-
-    Returns:
-        training/rollout_probs_diff_* on probabilities, and rollout_corr/* on log-probs, as
-        verl/utils/debug/metrics.py and verl/trainer/ppo/rollout_corr_helper.py define them, in
-        fp64. verl's probabilities hide small differences: true_on_policy/* are the strict ones.
-    """
-    ours, theirs = rollout[mask].double(), train[mask].double()
-    probs_diff = (ours.exp() - theirs.exp()).abs()
-    log_ratio = theirs - ours
-    return {
-        "training/rollout_probs_diff_valid": 1,
-        "training/rollout_probs_diff_max": probs_diff.max().item(),
-        "training/rollout_probs_diff_mean": probs_diff.mean().item(),
-        "training/rollout_probs_diff_std": probs_diff.std(correction=0).item(),
-        "rollout_corr/kl": -log_ratio.mean().item(),
-        "rollout_corr/k3_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
-        "rollout_corr/log_ppl_abs_diff": _log_ppl_abs_diff(rollout, train, mask),
-    }
-
-
-def _log_ppl_abs_diff(rollout: Tensor, train: Tensor, mask: Tensor) -> float:
-    weight = mask.double() / mask.sum(dim=1, keepdim=True)
-    difference = torch.where(mask, train.double() - rollout.double(), 0.0)
-    return (difference * weight).sum(dim=1).abs().mean().item()
 
 
 def spread(name: str, values: Sequence[float]) -> Row:

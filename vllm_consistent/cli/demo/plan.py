@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+from consistent_kernels.model_facts import model_facts
 from vllm_consistent.cli.demo.data import Problem, ProblemSource, render
 from vllm_consistent.cli.demo.model_source import ModelSource
 from vllm_consistent.cli.demo.options import DemoOptions
@@ -48,10 +49,12 @@ def make_plan(options: DemoOptions, source: ModelSource, problems: ProblemSource
     """Draw and tokenize the problems of all steps.
 
     Raises:
+        ConfigurationError: no contract covers the model.
         InvalidInputError: a prompt plus its response does not fit the model.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    model_facts(AutoConfig.from_pretrained(source.path), "bfloat16")
     tokenizer = AutoTokenizer.from_pretrained(source.path)
     config = json.loads((source.path / "config.json").read_text())
     drawn = [problems.problems(step, options.prompts) for step in range(options.steps)]

@@ -288,16 +288,17 @@ class DemoRun:
         return row
 
     def _locate(self, step: int, rollout: Rollout, compared: Comparison) -> dict[str, Any]:
-        response_index, position = compared.first["row"], compared.first["position"]
-        response = rollout.responses[response_index]
-        token = response.token_ids[position]
+        first = compared.first
+        response = rollout.responses[first.sample]
+        token = response.token_ids[first.position]
         return {
             "step": step,
             "prompt": response.prompt_index,
-            "sample": response_index % self.plan.options.samples,
-            "position": position,
+            "sample": first.sample % self.plan.options.samples,
+            "position": first.position,
             "token": f"{token} {self._text((token,))!r}",
-            **compared.first["values"],
+            "rollout": f"{first.rollout} ({first.rollout_bits})",
+            "trainer": f"{first.train} ({first.train_bits})",
         }
 
 

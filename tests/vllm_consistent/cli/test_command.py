@@ -1,0 +1,158 @@
+"""The command line: usage errors end with 2 before anything is started or written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_consistent.cli import exit_codes
+from vllm_consistent.cli.demo import command
+from vllm_consistent.cli.demo.options import DemoOptions
+from vllm_consistent.cli.main import app
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+def test_help_names_every_option_and_exit_code() -> None:
+    text = invoke("--help").output
+    for option in (
+        "steps", "prompts", "samples", "max-tokens", "temperature", "model", "data", "out",
+        "json", "seed", "no-baseline", "resume",
+    ):  # fmt: skip
+        assert f"--{option}" in text
+    assert "130" in text
+    assert "bit patterns" in text
+
+
+def test_help_does_not_import_torch_or_vllm() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from vllm_consistent.cli.main import app\n"
+        "assert CliRunner().invoke(app, ['demo', '--help']).exit_code == 0\n"
+        "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", 0], "--steps must be at least 1, got 0"),
+        (["--samples", 1], "--samples must be at least 2, got 1"),
+        (["--temperature", 0], "--temperature must be a finite number above 0"),
+        (["--model", "/absent"], "--model must be"),
+        (["--data", "/absent"], "--data must be an existing file"),
+        (["--steps", "many"], "not a valid integer"),
+        (["--unknown"], "No such option"),
+    ],
+)
+def test_rejects_a_bad_argument(tmp_path: Path, arguments: list[object], message: str) -> None:
+    out = tmp_path / "out"
+    result = invoke("--out", out, *arguments)
+    assert result.exit_code == exit_codes.USAGE
+    assert message in " ".join(result.output.split())
+    assert not out.exists()
+
+
+def test_rejects_broken_data_with_line_numbers(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    data = tmp_path / "broken.jsonl"
+    data.write_text('{"prompt": "1 + 1?", "answer": 2}\n{"prompt": "1 + 1?"\n')
+    out = tmp_path / "out"
+    result = invoke("--out", out, "--model", tiny_checkpoint, "--data", data)
+    assert result.exit_code == exit_codes.USAGE
+    assert "line 2: not JSON" in result.output
+    assert not out.exists()
+
+
+def test_rejects_a_response_longer_than_the_model(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    result = invoke("--out", out, "--model", tiny_checkpoint, "--max-tokens", 2048)
+    assert result.exit_code == exit_codes.USAGE
+    assert "at most the model's context of 2048 tokens" in result.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer*.json"])
+def test_rejects_a_model_folder_that_lacks_a_part(
+    tmp_path: Path, tiny_checkpoint: Path, missing: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    for path in folder.glob(missing):
+        path.unlink()
+    result = invoke("--out", tmp_path / "out", "--model", folder)
+    assert result.exit_code == exit_codes.USAGE
+    assert "without" in result.output
+
+
+def test_rejects_an_unknown_architecture(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["GPT2LMHeadModel"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = invoke("--out", tmp_path / "out", "--model", folder)
+    assert result.exit_code == exit_codes.USAGE
+    assert "GPT2LMHeadModel" in result.output
+    assert "LlamaForCausalLM" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_rejects_a_used_folder_without_resume(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("x")
+    result = invoke("--out", tmp_path)
+    assert result.exit_code == exit_codes.USAGE
+    assert "add --resume" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_rejects_a_folder_that_cannot_be_written(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    (tmp_path / "file").touch()
+    result = invoke("--out", tmp_path / "file" / "out", "--model", tiny_checkpoint)
+    assert result.exit_code == exit_codes.USAGE
+    assert "is not writable" in result.output
+
+
+def test_resume_rejects_a_folder_without_a_run(tmp_path: Path) -> None:
+    result = invoke("--resume", "--out", tmp_path)
+    assert result.exit_code == exit_codes.USAGE
+    assert "holds no run" in result.output
+
+
+def test_resume_rejects_other_options(tmp_path: Path) -> None:
+    recorded = DemoOptions(samples=8, out=tmp_path).to_dict()
+    (tmp_path / "run.json").write_text(json.dumps({"options": recorded}))
+    result = invoke("--resume", "--out", tmp_path, "--samples", 4)
+    assert result.exit_code == exit_codes.USAGE
+    assert "--samples was 8" in result.output
+
+
+def test_default_folder_is_new_and_resume_finds_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.default_out(resume=False).parent == Path("runs")
+    for name in ("demo-20260101-000000", "demo-20260102-000000"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").touch()
+    assert command.default_out(resume=True).name == "demo-20260102-000000"
+
+
+def test_interruption_before_the_start_ends_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_run", interrupted)
+    assert invoke("--out", tmp_path / "out").exit_code == exit_codes.INTERRUPTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.testing import assert_bitwise_equal, peaked_logits
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, peaked_logits
 from consistent_kernels.token_logprobs.reference import _merge, _tile_partials
 
 
@@ -21,9 +21,10 @@ def test_token_logprobs_partials_are_split_invariant() -> None:
 
 
 def test_control_unaligned_shards_differ() -> None:
-    logits = peaked_logits(17, 6000, seed=2)
+    # Flat logits: one dominant token would hide the order of the other additions.
+    logits = torch.randn(64, 6000, generator=torch.Generator().manual_seed(2))
     whole, _ = _merge(*_tile_partials(logits, False))
     shards = [_tile_partials(shard, False) for shard in logits.tensor_split((1000, 3333), dim=1)]
     m, s, _ = zip(*shards, strict=True)
     unaligned, _ = _merge(torch.cat(m, dim=1), torch.cat(s, dim=1), None)
-    assert not torch.equal(unaligned, whole)
+    assert not bitwise_equal(unaligned, whole)

@@ -164,6 +164,12 @@ def engine_arguments(
     prefill = max(sum(map(len, step)) for step in prompts) * samples + sequences
     return {
         "dtype": "bfloat16",
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",
+        "disable_cascade_attn": True,
+        "disable_log_stats": True,
+        # A CPU has no graphs to gain, and compiling takes longer than the demo.
+        "enforce_eager": not torch.cuda.is_available(),
         "max_model_len": longest + max_tokens,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": max(prefill, _PREFILL_FLOOR),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from consistent_kernels.contract import Contract
+from consistent_kernels.errors import LogprobMismatchError
 from vllm_consistent.cli import exit_codes
 from vllm_consistent.cli.demo import checkpoint, report, stock
 from vllm_consistent.cli.demo.comparison import Comparison, compare
@@ -330,6 +331,8 @@ def run_demo(run: DemoRun, backends: Backends) -> tuple[int, dict[str, Any], Bas
         reason = "a mismatch was found" if code == exit_codes.MISMATCH else None
     except CheckpointError:
         raise
+    except LogprobMismatchError as error:
+        code, reason, stopped = exit_codes.MISMATCH, first_line(error), error
     except KeyboardInterrupt as error:
         code, reason, stopped = exit_codes.INTERRUPTED, "it was interrupted", error
     except Exception as error:

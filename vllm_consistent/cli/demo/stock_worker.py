@@ -65,13 +65,7 @@ def _start(request: dict[str, Any]) -> tuple[Any, float]:
     begin = time.perf_counter()
     from vllm import LLM
 
-    llm = LLM(
-        model=request["model"],
-        logprobs_mode="processed_logprobs",
-        enforce_eager=True,
-        seed=0,
-        **request["engine"],
-    )
+    llm = LLM(model=request["model"], **request["engine"])
     return llm, time.perf_counter() - begin
 
 

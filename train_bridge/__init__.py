@@ -1,1 +1,17 @@
 """Training side: an HF or Megatron model whose forward runs the engine's kernels."""
+
+from consistent_kernels.protocol import MismatchReport, compare_logprobs
+from train_bridge.hf import bridge_model, unbridge_model
+from train_bridge.logprobs import TokenScores, token_logprobs
+from train_bridge.weights import push_weights, weight_version
+
+__all__ = [
+    "MismatchReport",
+    "TokenScores",
+    "bridge_model",
+    "compare_logprobs",
+    "push_weights",
+    "token_logprobs",
+    "unbridge_model",
+    "weight_version",
+]

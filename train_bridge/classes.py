@@ -1,0 +1,95 @@
+"""Which class replaces which, for each architecture.
+
+A replacement derives from the Hugging Face class and keeps its `__name__`: wrap policies of FSDP
+and accelerate match layers by that name, and `save_pretrained` writes it into config.json.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from train_bridge.causal_lm import CausalLMForward, DecoderForward
+from train_bridge.modules import (
+    AttentionForward,
+    DecoderLayerForward,
+    EmbeddingForward,
+    LinearForward,
+    LMHeadForward,
+    MLPForward,
+    RMSNormForward,
+)
+
+
+def _consistent(forward: type, stock: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `stock` with the forward of `forward`, found as Consistent<name>."""
+    made = type(stock.__name__, (forward, stock), {"__module__": __name__, "stock": stock})
+    made.__qualname__ = f"Consistent{stock.__name__}"
+    return made
+
+
+ConsistentLinear = _consistent(LinearForward, nn.Linear)
+ConsistentEmbedding = _consistent(EmbeddingForward, nn.Embedding)
+ConsistentLMHead = _consistent(LMHeadForward, nn.Linear)
+ConsistentLMHead.__qualname__ = "ConsistentLMHead"
+
+ConsistentLlamaRMSNorm = _consistent(RMSNormForward, llama.LlamaRMSNorm)
+ConsistentLlamaMLP = _consistent(MLPForward, llama.LlamaMLP)
+ConsistentLlamaAttention = _consistent(AttentionForward, llama.LlamaAttention)
+ConsistentLlamaDecoderLayer = _consistent(DecoderLayerForward, llama.LlamaDecoderLayer)
+ConsistentLlamaModel = _consistent(DecoderForward, llama.LlamaModel)
+ConsistentLlamaForCausalLM = _consistent(CausalLMForward, llama.LlamaForCausalLM)
+
+ConsistentQwen2RMSNorm = _consistent(RMSNormForward, qwen2.Qwen2RMSNorm)
+ConsistentQwen2MLP = _consistent(MLPForward, qwen2.Qwen2MLP)
+ConsistentQwen2Attention = _consistent(AttentionForward, qwen2.Qwen2Attention)
+ConsistentQwen2DecoderLayer = _consistent(DecoderLayerForward, qwen2.Qwen2DecoderLayer)
+ConsistentQwen2Model = _consistent(DecoderForward, qwen2.Qwen2Model)
+ConsistentQwen2ForCausalLM = _consistent(CausalLMForward, qwen2.Qwen2ForCausalLM)
+
+ConsistentQwen3RMSNorm = _consistent(RMSNormForward, qwen3.Qwen3RMSNorm)
+ConsistentQwen3MLP = _consistent(MLPForward, qwen3.Qwen3MLP)
+ConsistentQwen3Attention = _consistent(AttentionForward, qwen3.Qwen3Attention)
+ConsistentQwen3DecoderLayer = _consistent(DecoderLayerForward, qwen3.Qwen3DecoderLayer)
+ConsistentQwen3Model = _consistent(DecoderForward, qwen3.Qwen3Model)
+ConsistentQwen3ForCausalLM = _consistent(CausalLMForward, qwen3.Qwen3ForCausalLM)
+
+CONSISTENT: dict[type[nn.Module], type[nn.Module]] = {
+    made.stock: made
+    for made in (
+        ConsistentLinear,
+        ConsistentEmbedding,
+        ConsistentLlamaRMSNorm,
+        ConsistentLlamaMLP,
+        ConsistentLlamaAttention,
+        ConsistentLlamaDecoderLayer,
+        ConsistentLlamaModel,
+        ConsistentLlamaForCausalLM,
+        ConsistentQwen2RMSNorm,
+        ConsistentQwen2MLP,
+        ConsistentQwen2Attention,
+        ConsistentQwen2DecoderLayer,
+        ConsistentQwen2Model,
+        ConsistentQwen2ForCausalLM,
+        ConsistentQwen3RMSNorm,
+        ConsistentQwen3MLP,
+        ConsistentQwen3Attention,
+        ConsistentQwen3DecoderLayer,
+        ConsistentQwen3Model,
+        ConsistentQwen3ForCausalLM,
+    )
+}
+"""Hugging Face class to ours. The output head is an nn.Linear too: `ConsistentLMHead`."""
+
+UNUSED = (
+    nn.ModuleList,
+    nn.SiLU,
+    SiLUActivation,
+    llama.LlamaRotaryEmbedding,
+    qwen2.Qwen2RotaryEmbedding,
+    qwen3.Qwen3RotaryEmbedding,
+)
+"""Modules that stay: containers, and what our forward does not call."""

@@ -1,0 +1,125 @@
+"""What all modules of one bridged model share: contract, parameters of the ops, weight version."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from consistent_kernels.attention import AttentionParameters
+from consistent_kernels.contract import Contract
+from consistent_kernels.errors import StaleWeightsError
+from consistent_kernels.linear import prepare_weight
+from consistent_kernels.model_facts import ModelFacts
+from consistent_kernels.rotary import RopeParameters
+
+MODEL_DTYPE = torch.bfloat16
+"""Activations and rounded weights; masters may be fp32."""
+
+
+class WeightVersion:
+    """A counter that grows by one whenever the weights change; 0 is the loaded checkpoint."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def bump(self) -> int:
+        """Say that weights changed; returns the new version."""
+        self.value += 1
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    key: tuple[int, ...]
+    weight: torch.Tensor
+
+
+@dataclasses.dataclass
+class BridgeState:
+    """Shared by the modules of one bridged model.
+
+    Attributes:
+        contract: specs and programs; names the implementation of every op.
+        facts: what the model is.
+        device_type: where the forward runs.
+        rope, attention: parameters of the ops.
+        version: of the weights.
+        sharded: parameters are gathered layer by layer (FSDP2), so nothing may be kept of them.
+        prepared: rounded weights by module name.
+    """
+
+    contract: Contract
+    facts: ModelFacts
+    device_type: str
+    rope: RopeParameters
+    attention: AttentionParameters
+    version: WeightVersion = dataclasses.field(default_factory=WeightVersion)
+    sharded: bool = False
+    prepared: dict[str, _Prepared] = dataclasses.field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model prepares its own weights.
+        return self.__dict__ | {"prepared": {}}
+
+    def impl(self, op: str) -> str:
+        """Return the implementation that the contract chose for `op`."""
+        return self.contract.implementation(op)
+
+    def prepared_weight(
+        self, name: str, master: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return `master` rounded to the model dtype, cast once per weight version.
+
+        The key holds the explicit version and what PyTorch knows of the tensor, so an in-place
+        change outside an optimizer is noticed too (one through `.data` is not: bump the version).
+        """
+        if self.sharded:
+            return self._prepare(master, out_dtype)
+        key = self.key_of(master)
+        found = self.prepared.get(name)
+        if found is not None and found.key == key:
+            return found.weight
+        self.prepared.pop(name, None)
+        weight = self._prepare(master, out_dtype)
+        self.prepared[name] = _Prepared(key, weight)
+        return weight
+
+    def _prepare(self, master: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+        # A tensor made in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            return prepare_weight(
+                master, dtype=MODEL_DTYPE, impl=self.impl("linear"), out_dtype=out_dtype
+            )
+
+    def key_of(self, master: torch.Tensor) -> tuple[int, ...]:
+        """What a rounded copy of `master` is valid for."""
+        return self.version.value, master._version, master.data_ptr()
+
+    def watch(self, output: torch.Tensor, name: str, master: torch.Tensor | None = None) -> None:
+        """Make the backward through `output` fail if weights change before it.
+
+        autograd's own check sees neither a master behind a rounded copy nor a change of `.data`.
+        """
+        if not output.requires_grad:
+            return
+        version, tensor_version = self.version.value, _version(master)
+
+        def check(_: torch.Tensor) -> None:
+            if self.version.value != version:
+                raise StaleWeightsError(
+                    f"backward of {name}: its forward used weight version {version}, now it is "
+                    f"{self.version.value}. Run the forward again after each optimizer step"
+                )
+            if _version(master) != tensor_version:
+                raise StaleWeightsError(
+                    f"backward of {name}: its weight was changed in place since the forward. Run "
+                    "the forward again after each change"
+                )
+
+        output.register_hook(check)
+
+
+def _version(master: torch.Tensor | None) -> int:
+    return 0 if master is None else master._version

@@ -1,0 +1,453 @@
+"""Public attention: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.attention.parameters import AttentionParameters
+from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, build_plan
+from consistent_kernels.attention.reference import attention_bwd_ref, attention_ref, write_kv_ref
+from consistent_kernels.attention.spec import IMPLEMENTATIONS
+from consistent_kernels.counters import count
+from consistent_kernels.errors import UnsupportedError, invalid
+
+_DTYPES = {
+    "reference": (torch.bfloat16, torch.float16, torch.float32),
+    "triton": (torch.bfloat16, torch.float16),
+}
+_BLOCK_MULTIPLE = 16
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "float scale, int? sliding_window, int key_split, str impl) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+    "Tensor seq_lens, Tensor cu_seqlens_q, float scale, int? sliding_window, int key_split, "
+    "int max_query_len, int max_seq_len, str impl) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    "str impl) -> ()"
+)
+
+
+def _check_impl(op: str, impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+
+
+def _check_index(op: str, name: str, tensor: torch.Tensor, dim: int, size: int | None) -> None:
+    if tensor.dim() != dim or tensor.dtype not in (torch.int32, torch.int64):
+        raise invalid(
+            op, name, f"int32 or int64 with {dim} dimension(s)", f"{tensor.dtype} {tensor.dim()}-D"
+        )
+    if size is not None and tensor.shape[0] != size:
+        raise invalid(op, name, f"of length {size}", tensor.shape[0])
+
+
+def _check_heads(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    params: AttentionParameters,
+    impl: str,
+    key_dims: int,
+) -> None:
+    _check_impl(op, impl)
+    if q.dtype not in _DTYPES[impl]:
+        names = ", ".join(str(dtype) for dtype in _DTYPES[impl])
+        raise invalid(op, "q", f"one of {names} for impl {impl!r}", q.dtype)
+    query = (params.num_heads, params.head_dim)
+    if q.dim() != 3 or tuple(q.shape[1:]) != query:
+        raise invalid(op, "q", f"of shape [T, {query[0]}, {query[1]}]", tuple(q.shape))
+    key = (params.num_kv_heads, params.head_dim)
+    shape = "[Tk" if key_dims == 3 else "[blocks, block_size"
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != key_dims or tuple(x.shape[-2:]) != key:
+            raise invalid(op, name, f"of shape {shape}, {key[0]}, {key[1]}]", tuple(x.shape))
+        # The CPU program may keep pages in fp32, which hold the same values.
+        wide = impl == "reference" and x.dtype == torch.float32
+        if x.dtype != q.dtype and not wide:
+            raise invalid(op, name, q.dtype, x.dtype)
+        if x.device != q.device:
+            raise invalid(op, name, f"on {q.device}", x.device)
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise invalid(op, "v", f"{k.dtype} {tuple(k.shape)}", f"{v.dtype} {tuple(v.shape)}")
+
+
+def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
+    _, size, heads, width = cache.shape
+    if size % _BLOCK_MULTIPLE:
+        raise invalid(op, f"{name} block size", f"a multiple of {_BLOCK_MULTIPLE}", size)
+    row = heads * width
+    if cache.stride()[1:] != (row, width, 1) or cache.stride(0) % row:
+        raise invalid(
+            op, name, f"laid out as rows of {row} elements inside each block", cache.stride()
+        )
+
+
+def _rows_of(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return all pages as rows [n, Hk, D] and the rows from one page to the next."""
+    blocks, size, heads, width = cache.shape
+    step = cache.stride(0) // (heads * width)
+    rows = cache.as_strided(((blocks - 1) * step + size, heads, width), (heads * width, width, 1))
+    return rows, step
+
+
+def _parameters(
+    q: torch.Tensor, k: torch.Tensor, scale: float, window: int | None, key_split: int
+) -> AttentionParameters:
+    return AttentionParameters(q.shape[1], k.shape[-2], q.shape[2], scale, window, key_split)
+
+
+def plan_attention(
+    cu_seqlens_q: torch.Tensor,
+    *,
+    params: AttentionParameters,
+    num_tokens: int,
+    impl: str,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    k_cache: torch.Tensor | None = None,
+) -> AttentionPlan:
+    """Compute once per batch what no layer's q, k or v enters; pass it to every layer.
+
+    Give `cu_seqlens_k` for `attention_varlen`, or `seq_lens`, `block_table` and `k_cache` (any
+    layer's, for its layout) for `attention_paged`. Reads the lengths on the host; `triton` needs a
+    plan only to spare the backward that read in every layer.
+
+    Args:
+        cu_seqlens_q: [B + 1] int32 or int64.
+        params: of the layers.
+        num_tokens: rows of q, padding included.
+        impl: as in `attention_varlen`.
+    """
+    _check_impl("plan_attention", impl)
+    _check_index("plan_attention", "cu_seqlens_q", cu_seqlens_q, 1, None)
+    batch = cu_seqlens_q.shape[0] - 1
+    host_q = cu_seqlens_q.to("cpu", torch.int64)
+    if cu_seqlens_k is not None:
+        _check_index("plan_attention", "cu_seqlens_k", cu_seqlens_k, 1, batch + 1)
+        host_k = cu_seqlens_k.to("cpu", torch.int64)
+        layout = KeyLayout(host_k[1:] - host_k[:-1], first_key=host_k[:-1])
+    elif seq_lens is None or block_table is None or k_cache is None:
+        raise invalid(
+            "plan_attention",
+            "keys",
+            "cu_seqlens_k, or seq_lens, block_table and k_cache",
+            "only some of these",
+        )
+    else:
+        _check_index("plan_attention", "seq_lens", seq_lens, 1, batch)
+        _check_index("plan_attention", "block_table", block_table, 2, batch)
+        _check_cache("plan_attention", "k_cache", k_cache)
+        layout = KeyLayout(
+            seq_lens.to("cpu", torch.int64),
+            block_table=block_table.to("cpu", torch.int64),
+            block_size=k_cache.shape[1],
+            block_rows=_rows_of(k_cache)[1],
+        )
+    return build_plan(host_q, layout, params, num_tokens, with_tiles=impl == "reference")
+
+
+def _check_plan(op: str, plan: AttentionPlan, params: AttentionParameters, q: torch.Tensor) -> None:
+    if plan.params != params:
+        raise invalid(op, "plan", f"made for {params}", plan.params)
+    if plan.num_tokens != q.shape[0]:
+        raise invalid(op, "plan", f"made for {q.shape[0]} tokens", plan.num_tokens)
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    key_split: int,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count("attention_varlen", impl)
+    params = _parameters(q, k, scale, sliding_window, key_split)
+    if impl == "reference":
+        plan = plan_attention(
+            cu_seqlens_q,
+            params=params,
+            num_tokens=q.shape[0],
+            impl=impl,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        return attention_ref(q, k, v, plan)
+    from consistent_kernels.attention.triton import attention_varlen_fwd
+
+    return attention_varlen_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, params)
+
+
+def _paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    key_split: int,
+    max_query_len: int,
+    max_seq_len: int,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count("attention_paged", impl)
+    params = _parameters(q, k_cache, scale, sliding_window, key_split)
+    if impl == "reference":
+        plan = plan_attention(
+            cu_seqlens_q,
+            params=params,
+            num_tokens=q.shape[0],
+            impl=impl,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            k_cache=k_cache,
+        )
+        return attention_ref(q, _rows_of(k_cache)[0], _rows_of(v_cache)[0], plan)
+    from consistent_kernels.attention.triton import attention_paged_fwd
+
+    return attention_paged_fwd(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, params, max_seq_len
+    )
+
+
+def _write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    impl: str,
+) -> None:
+    count("write_kv", impl)
+    if impl == "reference":
+        k_rows, step = _rows_of(k_cache)
+        rows = slot_mapping.to(torch.int64)
+        if step != k_cache.shape[1]:
+            block = torch.div(rows, k_cache.shape[1], rounding_mode="floor")
+            rows = rows + block * (step - k_cache.shape[1])
+        write_kv_ref(k, v, k_rows, _rows_of(v_cache)[0], rows)
+        return
+    from consistent_kernels.attention.triton import write_kv_fwd
+
+    write_kv_fwd(k, v, k_cache, v_cache, slot_mapping)
+
+
+_LIBRARY.impl("attention_varlen", _varlen, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_paged", _paged, "CompositeExplicitAutograd")
+_LIBRARY.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
+
+
+def _outputs_like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("consistent_kernels::attention_varlen", lib=_LIBRARY)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs_like(q)
+
+
+@torch.library.register_fake("consistent_kernels::attention_paged", lib=_LIBRARY)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs_like(q)
+
+
+@torch.library.register_fake("consistent_kernels::write_kv", lib=_LIBRARY)
+def _(k: torch.Tensor, *_: object) -> None:
+    return None
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    params: AttentionParameters,
+    impl: str,
+    plan: AttentionPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over packed sequences; the queries are the last rows of each.
+
+    out = round(sum_j exp(s_j - m) v_j / sum_j exp(s_j - m)), s_j = fp32(q . k_j) * scale, with
+    exp(.) rounded to the value dtype in the numerator only. Tiles of 64 keys in ascending order,
+    splits of `params.key_split` keys from position 0 merged in ascending order; see `spec.SPEC`.
+
+    Source: online softmax, Milakov and Gimelshein, arXiv 1805.02867; tiles and splits as in
+    FlashAttention-2 and Flash-Decoding, with borders that only a key's position decides.
+
+    Args:
+        q: [T, Hq, D] bf16, fp16 or (reference only) fp32.
+        k, v: [Tk, Hk, D] in the dtype of q.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64 row borders.
+        params: heads, scale, window, split.
+        impl: "reference" (CPU) or "triton" (CUDA).
+        plan: from `plan_attention`; must come from the same borders. Not under torch.compile.
+
+    Returns:
+        (out [T, Hq, D] in the dtype of q, lse [T, Hq] fp32). A row beyond the sequences, or of one
+        without keys, is 0 with lse -inf.
+
+    Numerics:
+        A row's bits depend on its query, the keys and values it sees, and its position: batch-,
+        phase-, chunk-, page- and padding-invariant; equal to `attention_paged`.
+
+    Raises:
+        InvalidInputError: shape, dtype, device, layout, more queries than keys.
+        UnsupportedError: unknown impl.
+    """
+    op = "attention_varlen"
+    _check_heads(op, q, k, v, params, impl, key_dims=3)
+    _check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
+    _check_index(op, "cu_seqlens_k", cu_seqlens_k, 1, cu_seqlens_q.shape[0])
+    if plan is not None and impl == "reference":
+        _check_plan(op, plan, params, q)
+        count(op, impl)
+        with torch.no_grad():
+            return attention_ref(q, k, v, plan)
+    return torch.ops.consistent_kernels.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        params.scale, params.sliding_window, params.key_split, impl,
+    )  # fmt: skip
+
+
+def attention_paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    params: AttentionParameters,
+    impl: str,
+    max_query_len: int,
+    max_seq_len: int,
+    plan: AttentionPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of new queries over keys in pages; bit-equal to `attention_varlen`.
+
+    Args:
+        q: [T, Hq, D], the queries of all requests; rows beyond cu_seqlens_q[-1] are padding.
+        k_cache, v_cache: [blocks, block_size, Hk, D], block_size a multiple of 16; slots that no
+            query sees may hold anything. The reference also takes fp32 pages.
+        block_table: [B, max blocks] int32; entries beyond a request's keys may hold anything.
+        seq_lens: [B] keys of each request, this step's included; 0 for a padded row.
+        cu_seqlens_q: [B + 1] row borders.
+        params, impl: as in `attention_varlen`.
+        max_query_len, max_seq_len: upper bounds known on the host; they shape the launch, no bits.
+        plan: from `plan_attention`, for this step.
+
+    Returns, Numerics, Raises: as `attention_varlen`.
+    """
+    op = "attention_paged"
+    _check_heads(op, q, k_cache, v_cache, params, impl, key_dims=4)
+    _check_cache(op, "k_cache", k_cache)
+    if v_cache.stride() != k_cache.stride():
+        raise invalid(op, "v_cache", f"of strides {k_cache.stride()}", v_cache.stride())
+    _check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
+    batch = cu_seqlens_q.shape[0] - 1
+    _check_index(op, "seq_lens", seq_lens, 1, batch)
+    _check_index(op, "block_table", block_table, 2, batch)
+    if plan is not None and impl == "reference":
+        _check_plan(op, plan, params, q)
+        k_rows, step = _rows_of(k_cache)
+        if plan.block_rows != step:
+            raise invalid(op, "plan", f"made for pages {step} rows apart", plan.block_rows)
+        count(op, impl)
+        with torch.no_grad():
+            return attention_ref(q, k_rows, _rows_of(v_cache)[0], plan)
+    return torch.ops.consistent_kernels.attention_paged(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q,
+        params.scale, params.sliding_window, params.key_split, max_query_len, max_seq_len, impl,
+    )  # fmt: skip
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    impl: str,
+) -> None:
+    """Copy this step's keys and values into their slots; slot -1 is skipped.
+
+    Args:
+        k, v: [T, Hk, D]; k_cache, v_cache: [blocks, block_size, Hk, D].
+        slot_mapping: [T] int32 or int64, block * block_size + offset.
+        impl: "reference" or "triton".
+
+    Raises:
+        InvalidInputError: shape, dtype, layout.
+        UnsupportedError: unknown impl.
+    """
+    op = "write_kv"
+    _check_impl(op, impl)
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x.dim() != 3 or cache.dim() != 4 or x.shape[1:] != cache.shape[2:]:
+            raise invalid(op, name, f"of shape [T, *{tuple(cache.shape[2:])}]", tuple(x.shape))
+        wide = impl == "reference" and cache.dtype == torch.float32
+        if x.dtype != cache.dtype and not wide:
+            raise invalid(op, name, cache.dtype, x.dtype)
+    if k.shape != v.shape or k_cache.stride() != v_cache.stride():
+        raise invalid(op, "v", f"shaped and paged like k, {tuple(k.shape)}", tuple(v.shape))
+    _check_cache(op, "k_cache", k_cache)
+    _check_index(op, "slot_mapping", slot_mapping, 1, k.shape[0])
+    torch.ops.consistent_kernels.write_kv(k, v, k_cache, v_cache, slot_mapping, impl)
+
+
+def attention_varlen_bwd(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    params: AttentionParameters,
+    impl: str,
+    plan: AttentionPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `attention_varlen`; both implementations use the PyTorch form, in fp32.
+
+    Args:
+        grad_out, q, out: [T, Hq, D]; k, v: [Tk, Hk, D]; lse: [T, Hq] fp32, as the forward gave it.
+        plan: spares reading the borders on the host.
+
+    Returns:
+        (grad_q, grad_k, grad_v), shaped and typed like q, k, v.
+    """
+    op = "attention_varlen_bwd"
+    _check_heads(op, q, k, v, params, impl, key_dims=3)
+    if grad_out.shape != q.shape or out.shape != q.shape or lse.shape != q.shape[:2]:
+        got = f"{tuple(grad_out.shape)}, {tuple(out.shape)}, {tuple(lse.shape)}"
+        raise invalid(op, "grad_out, out, lse", f"shaped like q {tuple(q.shape)}", got)
+    if plan is None:
+        plan = plan_attention(
+            cu_seqlens_q,
+            params=params,
+            num_tokens=q.shape[0],
+            impl="triton",  # no tiles: the backward needs the borders only
+            cu_seqlens_k=cu_seqlens_k,
+        )
+    else:
+        _check_plan(op, plan, params, q)
+    count(op, impl)
+    with torch.no_grad():
+        return attention_bwd_ref(grad_out, q, k, v, out, lse, plan.sequences, params)

@@ -1,0 +1,75 @@
+"""What attention computes, and the pinned schedule of each implementation."""
+
+from consistent_kernels.contract import OpSpec, Program
+from consistent_kernels.program_source import source_sha256
+
+KEY_TILE = 64
+"""Keys of one step of the online softmax, counted from position 0."""
+
+DEFAULT_KEY_SPLIT = 4096
+"""Keys of one split, counted from position 0; contexts up to it are never split."""
+
+SPEC = OpSpec(
+    op="attention",
+    version=1,
+    fields={
+        "formula": "out = sum_j softmax_j(scale * q . k_j) v_j over the keys that the query sees",
+        "visible": "key j <= query t, and j > t - sliding_window where there is a window",
+        "scores": "fp32 dot product, times scale in fp32",
+        "softmax": "online over ascending tiles of 64 keys, running maximum from -FLT_MAX",
+        "probabilities": "exp(score - running maximum), rounded to the value dtype before P V",
+        "row_sum": "of unrounded probabilities, fp32",
+        "key_split": DEFAULT_KEY_SPLIT,
+        "merge": "splits of key_split keys from position 0, merged in ascending order in fp32: "
+        "m = max(a, b); x = x_a exp(m_a - m) + x_b exp(m_b - m)",
+        "rounding": "once, after the division by the row sum, to the dtype of q; a zero is +0",
+        "lse": "running maximum + log(row sum), fp32",
+        "empty": "a row that sees no key: out 0, lse -inf",
+    },
+)
+
+TILE_ROWS = 8
+"""Reference: rows of one GEMM, slots of query positions times heads of a group (rounded up)."""
+
+BLOCK_ROWS = 64
+"""Triton: rows of one program. 64 rows in 4 warps take the same MMA instruction in all phases."""
+
+NUM_WARPS = 4
+NUM_STAGES = 2
+
+
+def query_slots(group: int, rows: int) -> int:
+    """Return how many query positions share a tile of `rows` rows: a power of two, at most 64.
+
+    Tiles begin at multiples of this number, so a position always has the same slot and sees the
+    same tiles of keys, whether it comes alone (decode) or among others (prefill, chunk).
+    """
+    slots = 1
+    while slots * 2 * group <= rows and slots * 2 <= KEY_TILE:
+        slots *= 2
+    return slots
+
+
+_SCHEDULES = {
+    "reference": (
+        ("parameters.py", "plan.py", "reference.py"),
+        {"key_tile": KEY_TILE, "tile_rows": TILE_ROWS, "gemm": "fp32 torch.bmm, 2 or more tiles"},
+    ),
+    "triton": (
+        ("parameters.py", "triton.py"),
+        {
+            "key_tile": KEY_TILE,
+            "block_rows": BLOCK_ROWS,
+            "num_warps": NUM_WARPS,
+            "num_stages": NUM_STAGES,
+        },
+    ),
+}
+
+IMPLEMENTATIONS = tuple(_SCHEDULES)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference" or "triton")."""
+    files, schedule = _SCHEDULES[impl]
+    return Program(impl, source_sha256("attention", "spec.py", *files), schedule)

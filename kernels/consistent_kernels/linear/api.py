@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.linear.onednn import linear_onednn
 from consistent_kernels.linear.reference import linear_bwd_ref, linear_ref
 from consistent_kernels.linear.spec import IMPLEMENTATIONS
 
@@ -32,6 +33,8 @@ def _linear(
     count("linear", impl)
     if impl == "reference":
         return linear_ref(x, weight, bias, out_dtype)
+    if impl == "onednn":
+        return linear_onednn(x, weight, bias, out_dtype)
     from consistent_kernels.linear.triton import linear_fwd
 
     rows = x if x.stride(-1) == 1 else x.contiguous()
@@ -52,14 +55,28 @@ def _(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
-def prepare_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str) -> torch.Tensor:
+def _prepared_dtype(dtype: torch.dtype, impl: str, out_dtype: torch.dtype | None) -> torch.dtype:
+    fp32 = impl == "reference" or (impl == "onednn" and out_dtype == torch.float32)
+    return torch.float32 if fp32 else dtype
+
+
+def prepare_weight(
+    master: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    impl: str,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Round a master weight to the model dtype, in the form that `linear` of `impl` reads.
 
     Args:
         master: [N, K], fp32 or the model dtype.
         dtype: the model dtype, e.g. bf16; the cast rounds to nearest even.
-        impl: "reference" returns fp32 holding the rounded values (a CPU multiplies those fastest),
-            "triton" returns `dtype` (the master itself, where it already is contiguous `dtype`).
+        impl: "reference" returns fp32 holding the rounded values (most CPUs multiply those
+            fastest), "onednn" and "triton" return `dtype` (the master itself, where it already is
+            contiguous `dtype`).
+        out_dtype: what `linear` will be asked for; with "onednn" and fp32 (lm_head) the weight is
+            fp32 as for "reference".
 
     Returns:
         [N, K] contiguous. It does not follow later changes of `master`: prepare again after each.
@@ -69,7 +86,7 @@ def prepare_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str) -> to
     """
     _check_impl("prepare_weight", impl)
     rounded = master.detach().to(dtype)
-    return (rounded.float() if impl == "reference" else rounded).contiguous()
+    return rounded.to(_prepared_dtype(dtype, impl, out_dtype)).contiguous()
 
 
 def linear(
@@ -84,40 +101,47 @@ def linear(
 
     Args:
         x: [T, K], bf16, fp16 or fp32; rows may be strided.
-        weight: [N, K], from `prepare_weight(..., impl=impl)`.
-        bias: [N] or None, any float dtype.
-        impl: "reference" (any device) or "triton" (CUDA).
-        out_dtype: dtype of the result; the dtype of x by default, fp32 for lm_head.
+        weight: [N, K], from `prepare_weight` with the same impl and out_dtype.
+        bias: [N] in the dtype of x (round a master first), or None.
+        impl: "reference" (any device), "onednn" (CPUs with bf16 instructions) or "triton" (CUDA).
+        out_dtype: dtype of the result: the dtype of x (the default), or fp32 for lm_head.
 
     Returns:
         [T, N] contiguous.
 
     Numerics:
         A row's bits depend on that row and the weight alone. Columns are independent: a
-        fused weight gives the bits of its parts (cuts at multiples of 16 columns on CPU).
+        fused weight gives the bits of its parts (cuts at multiples of 64 columns).
 
     Raises:
         InvalidInputError: shape, dtype or device.
-        UnsupportedError: unknown impl.
+        UnsupportedError: unknown impl, or one that this machine cannot run.
     """
     _check_impl("linear", impl)
     if x.dim() != 2 or x.dtype not in _DTYPES:
         raise invalid("linear", "x", "2-D bfloat16, float16 or float32", f"{x.dim()}-D {x.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise invalid("linear", "weight", f"of shape (N, {x.shape[1]})", tuple(weight.shape))
-    expected = torch.float32 if impl == "reference" else x.dtype
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise invalid("linear", "out_dtype", f"{x.dtype} or torch.float32", out_dtype)
+    expected = _prepared_dtype(x.dtype, impl, out_dtype)
     if weight.dtype != expected or not weight.is_contiguous():
         raise invalid(
             "linear",
             "weight",
             f"contiguous {expected} for impl {impl!r}",
             f"{weight.dtype}, contiguous={weight.is_contiguous()}",
-            "Pass it through prepare_weight first",
+            "Pass it through prepare_weight(..., impl=, out_dtype=) first",
         )
     if weight.device != x.device:
         raise invalid("linear", "weight", f"on {x.device}", weight.device)
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise invalid("linear", "bias", f"of shape ({weight.shape[0]},)", tuple(bias.shape))
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+        raise invalid(
+            "linear",
+            "bias",
+            f"{x.dtype} of shape ({weight.shape[0]},)",
+            f"{bias.dtype} of shape {tuple(bias.shape)}",
+        )
     return torch.ops.consistent_kernels.linear(x, weight, bias, out_dtype or x.dtype, impl)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.linear.spec import TILE_ROWS
+from consistent_kernels.linear.probe import rows_per_call
+from consistent_kernels.linear.spec import TILE_COLUMNS, TILE_ROWS
+from consistent_kernels.linear.tiles import linear_by_calls, multiply_fp32
+
+_PROBED_COLUMNS = 4 * TILE_COLUMNS
 
 
 def linear_ref(
@@ -13,36 +17,27 @@ def linear_ref(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """y = round(x W^T + b), one fixed [16, K] x [K, N] fp32 GEMM a tile of rows.
+    """y = round(x W^T + b), in fp32 GEMMs [16, K] x [K, 64] only.
 
-    A library GEMM chooses its kernel, and so its order of additions, from the whole shape. Every
-    call here has the same shape (a short tile is padded with zero rows), so a row's bits cannot
-    depend on the number of rows.
+    Every GEMM has the same shape (a short tile is padded with zeros), so a row's bits cannot depend
+    on the number of rows, nor a column's on the width. Calls have more or fewer rows where the
+    start-up probe found the same bits.
 
     Args:
         x: [T, K].
         weight: [N, K] fp32, holding values of the model dtype (see `prepare_weight`).
-        bias: [N] or None.
+        bias: [N] or None, added in fp32.
         out_dtype: dtype of the one rounding; fp32 rounds nothing.
 
     Returns:
         [T, N] in `out_dtype`.
     """
-    rows, width = x.shape
-    padded = -(-rows // TILE_ROWS) * TILE_ROWS
-    if padded == rows:
-        x32 = x.float().contiguous()
-    else:
-        x32 = torch.zeros((padded, width), dtype=torch.float32, device=x.device)
-        x32[:rows] = x
-    out = torch.empty((padded, weight.shape[0]), dtype=torch.float32, device=x.device)
-    transposed = weight.t()
-    for start in range(0, padded, TILE_ROWS):
-        stop = start + TILE_ROWS
-        torch.mm(x32[start:stop], transposed, out=out[start:stop])
-    if bias is not None:
-        out += bias.float()
-    return out[:rows].to(out_dtype)
+    columns, inner = weight.shape
+    sizes: tuple[int, ...] = (TILE_ROWS,)
+    if x.device.type == "cpu":
+        # A column block is a GEMM of its own, so a few of them stand for all.
+        sizes = rows_per_call(multiply_fp32, min(columns, _PROBED_COLUMNS), inner, torch.float32)
+    return linear_by_calls(x, weight, bias, out_dtype, sizes=sizes, multiply=multiply_fp32)
 
 
 def linear_bwd_ref(

@@ -1,6 +1,8 @@
 """What a linear layer computes, and the pinned schedule of each implementation."""
 
-from consistent_kernels.contract import OpSpec, Program
+import torch
+
+from consistent_kernels.contract import OpSpec, Program, Scalar
 from consistent_kernels.program_source import source_sha256
 
 SPEC = OpSpec(
@@ -15,31 +17,56 @@ SPEC = OpSpec(
     },
 )
 
-TILE_ROWS = 16
-"""Reference: rows of one GEMM call; a library GEMM picks its kernel by shape, so it is fixed."""
+TILE_ROWS, TILE_COLUMNS = 16, 64
+"""CPU: shape of one fp32 GEMM; a library picks its kernel by shape, so the shape is fixed."""
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 NUM_WARPS, NUM_STAGES = 4, 3
 """Triton: one tile for every M. BLOCK_K and the instruction that BLOCK_M selects move bits."""
 
-_SCHEDULES = {
-    "reference": (("reference.py",), {"tile_rows": TILE_ROWS, "gemm": "fp32 torch.mm"}),
-    "triton": (
-        ("triton.py",),
-        {
+_FILES = {
+    "reference": ("reference.py", "tiles.py"),
+    "onednn": ("onednn.py", "reference.py", "tiles.py"),
+    "triton": ("triton.py",),
+}
+
+IMPLEMENTATIONS = tuple(_FILES)
+
+
+def choose(device_type: str) -> str:
+    """Return the implementation for a device type; on CPU it follows the instruction set."""
+    if device_type == "cuda":
+        return "triton"
+    from consistent_kernels.linear.onednn import native_bf16
+
+    return "reference" if native_bf16() is None else "onednn"
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference", "onednn" or "triton")."""
+    return Program(impl, source_sha256("linear", "spec.py", *_FILES[impl]), _schedule(impl))
+
+
+def _schedule(impl: str) -> dict[str, Scalar]:
+    if impl == "triton":
+        return {
             "block_m": BLOCK_M,
             "block_n": BLOCK_N,
             "block_k": BLOCK_K,
             "num_warps": NUM_WARPS,
             "num_stages": NUM_STAGES,
-        },
-    ),
-}
+        }
+    # Imported here: both files read the constants above.
+    from consistent_kernels.linear import onednn, probe, tiles
 
-IMPLEMENTATIONS = tuple(_SCHEDULES)
-
-
-def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton")."""
-    files, schedule = _SCHEDULES[impl]
-    return Program(impl, source_sha256("linear", "spec.py", *files), schedule)
+    schedule: dict[str, Scalar] = {
+        "tile_rows": TILE_ROWS,
+        "tile_columns": TILE_COLUMNS,
+        "fp32_gemm": "torch.bmm",
+        "fp32_witness": probe.witness(tiles.multiply_fp32, torch.float32),
+    }
+    if impl == "onednn":
+        schedule["bf16_gemm"] = "torch.mm"
+        schedule["bf16_instructions"] = onednn.native_bf16()
+        schedule["bf16_witness"] = probe.witness(onednn.multiply_bf16, torch.bfloat16)
+    return schedule

@@ -41,8 +41,8 @@ def _numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
     bits = ((index + salt * 7919) * 2654435761) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 15)) * 2246822519) & 0xFFFFFFFF
     mantissa = ((bits >> 8) & 0xFF) - 127.5
-    # Magnitudes over six powers of two: equal ones would often add without error.
-    return (mantissa * torch.exp2(-((bits >> 20) % 6).float())).bfloat16().float()
+    # Magnitudes over twelve powers of two: equal ones would often add without error.
+    return (mantissa * torch.exp2(-((bits >> 20) % 12).float())).bfloat16().float()
 
 
 @functools.cache

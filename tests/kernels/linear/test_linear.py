@@ -280,7 +280,7 @@ def test_linear_rejects_bad_inputs() -> None:
     weight = torch.zeros(64, 8)
     with pytest.raises(InvalidInputError, match=r"linear: x must be 2-D .*, got 3-D"):
         linear(x[None], weight, impl="reference")
-    with pytest.raises(InvalidInputError, match="linear: x must be 2-D .*int32"):
+    with pytest.raises(InvalidInputError, match=r"linear: x must be 2-D .*int32"):
         linear(x.int(), weight, impl="reference")
     with pytest.raises(InvalidInputError, match=r"weight must be of shape \(N, 8\), got \(64, 7\)"):
         linear(x, weight[:, :7], impl="reference")
@@ -292,7 +292,7 @@ def test_linear_rejects_bad_inputs() -> None:
         linear(x, torch.zeros(8, 64).t(), impl="reference")
     with pytest.raises(InvalidInputError, match=r"bias must be torch.bfloat16 of shape \(64,\)"):
         linear(x, weight, torch.zeros(64), impl="reference")
-    with pytest.raises(InvalidInputError, match="out_dtype must be torch.bfloat16"):
+    with pytest.raises(InvalidInputError, match=r"out_dtype must be torch\.bfloat16"):
         linear(x, weight, impl="reference", out_dtype=torch.float16)
     with pytest.raises(InvalidInputError, match=r"grad_y must be of shape \(2, 64\)"):
         linear_bwd(x, x, weight, impl="reference")

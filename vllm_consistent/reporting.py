@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from consistent_kernels import counters
+from consistent_kernels.contract import Contract
+from consistent_kernels.errors import StaleWeightsError
+from consistent_kernels.protocol.weights import WeightReceipt, state_digest
 from vllm_consistent import env, patches, plugin
 from vllm_consistent.attention.backend import ConsistentAttentionBackend
 from vllm_consistent.contracts import attached
@@ -78,14 +81,14 @@ def build_report(worker: Any) -> dict[str, Any]:
     }
 
 
-def build_receipt(served: ServedWeights) -> dict[str, Any]:
-    """Return {"version", "digests": {Hugging Face name: digest}} of the weights served now."""
-    from consistent_kernels.protocol.weights import tensor_digest
+def build_receipt(served: ServedWeights, contract: Contract) -> dict[str, Any]:
+    """Return the `WeightReceipt` of the weights served now, as plain types.
 
-    from consistent_kernels.errors import StaleWeightsError
-
+    Raises:
+        StaleWeightsError: weights are stale, or a derived weight does not follow its source.
+    """
     if served.stale:
         raise StaleWeightsError(f"no receipt: {served.stale}")
     served.verify_derived()
-    digests = {name: tensor_digest(view) for name, view in served.views().items()}
-    return {"version": served.version, "digests": digests}
+    digest = state_digest(served.views().items())
+    return WeightReceipt(served.version, digest, contract.digest).to_dict()

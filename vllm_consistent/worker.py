@@ -70,7 +70,7 @@ class ConsistencyWorkerExtension:
         Raises:
             StaleWeightsError: weights are stale, or a derived weight does not follow its source.
         """
-        return build_receipt(self.served_weights)
+        return build_receipt(self.served_weights, attached(self.vllm_config))
 
 
 class _ConsistentWorkerMixin:

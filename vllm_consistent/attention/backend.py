@@ -6,7 +6,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from consistent_kernels.attention import AttentionParameters, attention_paged, write_kv
+from consistent_kernels.attention import (
+    AttentionParameters,
+    attention_paged,
+    plan_attention,
+    write_kv,
+)
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -33,6 +38,7 @@ class ConsistentAttentionMetadata:
         block_table: [B, blocks].
         slot_mapping: [T], -1 for a padded row.
         max_query_len, max_seq_len: upper bounds known on the host.
+        plan: the CPU program's plan of this step, made by the first layer for all of them.
     """
 
     num_actual_tokens: int
@@ -42,6 +48,7 @@ class ConsistentAttentionMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    plan: Any = None
 
 
 class ConsistentMetadataBuilder(AttentionMetadataBuilder[ConsistentAttentionMetadata]):
@@ -142,6 +149,16 @@ class ConsistentAttentionImpl(AttentionImpl):
             meta.slot_mapping[:tokens],
             impl=self.impl,
         )
+        if meta.plan is None and self.impl == "reference":
+            meta.plan = plan_attention(
+                meta.query_start_loc,
+                params=self.params,
+                num_tokens=tokens,
+                impl=self.impl,
+                seq_lens=meta.seq_lens,
+                block_table=meta.block_table,
+                k_cache=k_cache,
+            )
         out, _ = attention_paged(
             query[:tokens],
             k_cache,
@@ -153,6 +170,7 @@ class ConsistentAttentionImpl(AttentionImpl):
             impl=self.impl,
             max_query_len=meta.max_query_len,
             max_seq_len=meta.max_seq_len,
+            plan=meta.plan,
         )
         output[:tokens].copy_(out)
         return output

@@ -44,7 +44,9 @@ class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
     def prepare(self, layer: Any) -> torch.Tensor:
         """Return the head over the real vocabulary: vLLM pads rows, the trainer does not."""
         rows = layer.weight.data[: layer.org_vocab_size]
-        return prepare_weight(rows, dtype=layer.params_dtype, impl=self.impl)
+        return prepare_weight(
+            rows, dtype=layer.params_dtype, impl=self.impl, out_dtype=torch.float32
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Rebuild the prepared head."""

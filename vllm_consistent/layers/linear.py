@@ -19,7 +19,7 @@ from consistent_kernels.linear import linear, prepare_weight
 from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
 
-COLUMN_CUT = 16
+COLUMN_CUT = 64
 """Fused columns equal separate ones where the cuts are multiples of this (see `linear`)."""
 
 
@@ -32,11 +32,10 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
         self.prepared = Derived()
         if layer.skip_bias_add:
             raise UnsupportedError("linear", "skip_bias_add=True", ["skip_bias_add=False"])
-        cut = [size for size in layer.output_partition_sizes if size % COLUMN_CUT]
-        if len(layer.output_partition_sizes) > 1 and cut:
-            raise UnsupportedError(
-                "linear", f"fused output sizes {cut}", [f"multiples of {COLUMN_CUT}"]
-            )
+        sizes = list(layer.output_partition_sizes)
+        # The trainer multiplies q, k, v (gate, up) separately: where a cut falls inside a block of
+        # columns, so do we. Decided once, by the model's shape.
+        self.parts = sizes if any(size % COLUMN_CUT for size in sizes[:-1]) else None
 
     def prepare(self, layer: Any) -> torch.Tensor:
         """Return the weight that `apply` must use now, computed afresh from `layer.weight`."""
@@ -48,7 +47,12 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, K] -> [T, N] in the dtype of x; one rounding, after the bias."""
-        return linear(x, self.prepared.of(layer.weight), bias, impl=self.impl)
+        weight = self.prepared.of(layer.weight)
+        if self.parts is None:
+            return linear(x, weight, bias, impl=self.impl)
+        biases = [None] * len(self.parts) if bias is None else bias.split(self.parts)
+        pieces = zip(weight.split(self.parts), biases, strict=True)
+        return torch.cat([linear(x, w, b, impl=self.impl) for w, b in pieces], dim=1)
 
 
 class _LinearMixin:

@@ -40,5 +40,5 @@ def draw_tokens(
     inside = tiles[torch.arange(rows), tile.squeeze(1)].double().cumsum(-1)
     token = torch.searchsorted(inside, target - before, right=True)
     # Rounding may put the target at the very end of the tile: take its last token with mass.
-    last = torch.searchsorted(inside, inside[:, -1:]).clamp_(max=_TILE - 1)
+    last = torch.searchsorted(inside, inside[:, -1:].contiguous()).clamp_(max=_TILE - 1)
     return (tile * _TILE + torch.minimum(token, last)).squeeze(1)

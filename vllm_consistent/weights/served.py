@@ -158,12 +158,17 @@ class ServedWeights:
 
 
 def _require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    bad = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
     if bad:
         raise ConsistencyError(
             f"weights hold NaN or infinity in {len(bad)} tensor(s): {', '.join(bad[:8])}"
             f"{', ...' if len(bad) > 8 else ''}; they are not served"
         )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # One pass without temporaries; aminmax propagates NaN.
+    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
 def read_safetensors(path: str) -> dict[str, torch.Tensor]:

@@ -50,12 +50,14 @@ class DecoderForward(Bridged):
         """[B, L] ids to the last hidden state [B, L, H]; a `batch` to a packed [T, H]."""
         refuse_unsupported(rest)
         packed = batch or self.pack(input_ids, attention_mask, position_ids, cu_seq_lens_q)
+        state = self._bridge
+        packed = packed.planned(state.attention, state.impl("attention"))
         hidden, residual = self.embed_tokens(packed.ids), None
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden, residual = layer(hidden, residual, packed)
         hidden, _ = self.norm(hidden, residual)
         # The last line of defence: recomputed layers would note the new version, this does not.
-        self._bridge.watch(hidden, self._bridge_name)
+        state.watch(hidden, self._bridge_name)
         if batch is not None:
             return hidden
         return BaseModelOutputWithPast(last_hidden_state=packed.unpack(hidden))

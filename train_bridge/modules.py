@@ -154,7 +154,7 @@ class AttentionForward(Bridged):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotary(batch.positions, q, k, state.rope, state.impl("rotary"))
         cu = batch.cu_seqlens
-        out = _attention(q, k, v, cu, cu, state.attention, state.impl("attention"))
+        out = _attention(q, k, v, cu, cu, state.attention, state.impl("attention"), batch.plan)
         return self.o_proj(out.reshape(tokens, -1))
 
 

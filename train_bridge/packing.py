@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from consistent_kernels.attention import AttentionParameters, plan_attention
+from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import invalid
 
 
@@ -42,6 +44,7 @@ class PackedBatch:
         offsets: the same numbers on the host.
         index: [T] int64, where each token stands in the flattened input.
         shape: (B, L) of the input.
+        plan: what attention computes once for all layers, where `planned` was called.
     """
 
     ids: torch.Tensor
@@ -50,11 +53,23 @@ class PackedBatch:
     offsets: tuple[int, ...]
     index: torch.Tensor
     shape: tuple[int, int]
+    plan: AttentionPlan | None = None
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return self.offsets[-1]
+
+    def planned(self, params: AttentionParameters, impl: str) -> PackedBatch:
+        """Return the batch with attention's plan."""
+        plan = plan_attention(
+            self.cu_seqlens,
+            params=params,
+            num_tokens=self.num_tokens,
+            impl=impl,
+            cu_seqlens_k=self.cu_seqlens,
+        )
+        return dataclasses.replace(self, plan=plan)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """Put [T, ...] back to [B, L, ...]; 0 where there was padding."""

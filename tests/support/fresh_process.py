@@ -10,6 +10,9 @@ _PRELUDE = """
 import hashlib
 import torch
 
+torch.set_num_threads({threads})
+assert torch.get_num_threads() == {threads}
+
 def print_bits(*tensors):
     for tensor in tensors:
         data = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
@@ -22,12 +25,17 @@ def output_of_process(source: str, *, threads: int) -> str:
 
     Args:
         source: Python; `torch` and `print_bits(*tensors)` (SHA-256 of each) are defined.
-        threads: OMP_NUM_THREADS.
+        threads: of PyTorch and of the libraries below it, more than there are cores included.
     """
     search = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-c", _PRELUDE + source],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": search},
+        [sys.executable, "-c", _PRELUDE.replace("{threads}", str(threads)) + source],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_DYNAMIC": "FALSE",
+            "PYTHONPATH": search,
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -97,13 +97,13 @@ class ParityRelations:
     engine_args: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(scope="class")
-    def checkpoint(
-        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-    ) -> Path:
-        return save_tiny_model(tmp_path_factory.mktemp(request.cls.family), request.cls.family)
+    @classmethod
+    def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return save_tiny_model(tmp_path_factory.mktemp(cls.family), cls.family)
 
     @pytest.fixture(scope="class")
-    def live_engine(self, request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Any]:
+    @classmethod
+    def live_engine(cls, checkpoint: Path) -> Iterator[Any]:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
         engine = ConsistentEngine(
@@ -111,7 +111,7 @@ class ParityRelations:
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=512,
-            **request.cls.engine_args,
+            **cls.engine_args,
         )
         yield engine
         engine.close()
@@ -181,7 +181,7 @@ class ParityRelations:
         for step in (1, 2):
             train_step(trainer, optimizer, rollout(engine, 10 + step))
             receipt = push_weights(trainer, engine.llm)
-            assert receipt["version"] == step
+            assert receipt.version == step
             samples = rollout(engine, 20 + step)
             scores = trainer_scores(trainer, samples)
             assert_bitwise_equal(scores.detach(), sampled_scores(samples), f"update {step}")

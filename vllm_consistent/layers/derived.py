@@ -15,6 +15,11 @@ class Derived:
         self._built = False
 
     @property
+    def built(self) -> bool:
+        """Whether `rebuild` was ever called."""
+        return self._built
+
+    @property
     def own(self) -> torch.Tensor | None:
         """The separate copy, or None where the weight is used as loaded."""
         return self._own

@@ -18,27 +18,14 @@ from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
 
 
-class ConsistentEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Rows of the loaded weight; nothing is derived from it."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.impl = current_contract(type(layer).__name__).implementation("embedding")
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing to do; stock code would pack the weight for a GEMM that never runs."""
-
-    def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, H]."""
-        return embedding(input_, layer.weight, impl=self.impl)
-
-
 class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
     """logits = linear(hidden, weight[:vocab]) in fp32: nothing rounds them before the log-prob."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.impl = current_contract(type(layer).__name__).implementation("linear")
+        contract = current_contract(type(layer).__name__)
+        self.impl = contract.implementation("linear")
+        self.embedding_impl = contract.implementation("embedding")
         self.prepared = Derived()
 
     def prepare(self, layer: Any) -> torch.Tensor:
@@ -52,13 +39,29 @@ class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
         """Rebuild the prepared head."""
         self.prepared.rebuild(layer.weight, self.prepare(layer))
 
-    def weight(self, layer: Any) -> torch.Tensor:
-        """Return the prepared head, [vocab, H]."""
-        return self.prepared.of(layer.weight)[: layer.org_vocab_size]
-
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> [T, vocab] fp32."""
-        return linear(x, self.weight(layer), bias, impl=self.impl, out_dtype=torch.float32)
+        weight = self.prepared.of(layer.weight)[: layer.org_vocab_size]
+        return linear(x, weight, bias, impl=self.impl, out_dtype=torch.float32)
+
+    def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, H], rows of the loaded weight."""
+        return embedding(input_, layer.weight, impl=self.embedding_impl)
+
+
+class ConsistentEmbeddingMethod(ConsistentHeadMethod):
+    """An embedding, which Qwen models hand to the logits processor when the head is tied."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Rebuild the prepared head, if this embedding serves as one."""
+        if self.prepared.built:
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H] -> [T, vocab] fp32; the first call (vLLM's profiling run) prepares the head."""
+        if not self.prepared.built:
+            super().process_weights_after_loading(layer)
+        return super().apply(layer, x, bias)
 
 
 class ConsistentVocabParallelEmbedding(VocabParallelEmbedding):

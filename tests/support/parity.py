@@ -106,11 +106,14 @@ class ParityRelations:
     def live_engine(cls, checkpoint: Path) -> Iterator[Any]:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
+        # A fraction of the card, so that the classes can run side by side.
+        on_cuda = {"gpu_memory_utilization": 0.08} if cls.device == "cuda" else {}
         engine = ConsistentEngine(
             str(checkpoint),
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=512,
+            **on_cuda,
             **cls.engine_args,
         )
         yield engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from typing import Any
@@ -58,7 +59,7 @@ class RopeParameters:
             for name, value in dataclasses.asdict(self).items()
         }
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Canonical JSON, by which an opaque op names its tables; `from_key` is the inverse."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -22,11 +22,18 @@ def rotary_ref(
     Returns:
         (q, k) rotated, same shapes and dtype, contiguous.
     """
-    both = torch.cat((q, k), dim=1)
-    cos = cos_table[positions].unsqueeze(1)
-    sin = sin_table[positions].unsqueeze(1)
+    tokens, num_q_heads, head_dim = q.shape
     half = cos_table.shape[1]
-    x1, x2 = both[..., :half].float(), both[..., half : 2 * half].float()
-    both[..., :half] = x1 * cos - x2 * sin
-    both[..., half : 2 * half] = x2 * cos + x1 * sin
-    return both[:, : q.shape[1]].contiguous(), both[:, q.shape[1] :].contiguous()
+    both = torch.cat((q, k), dim=1)
+    halves = both[..., : 2 * half].float().view(tokens, -1, 2, half)
+    cos = cos_table.index_select(0, positions).view(tokens, 1, 1, half)
+    sin = sin_table.index_select(0, positions).view(tokens, 1, 1, half)
+    rotated, crossed = halves * cos, halves * sin
+    rotated.select(2, 0).sub_(crossed.select(2, 1))
+    rotated.select(2, 1).add_(crossed.select(2, 0))
+    rotated = rotated.view(tokens, -1, 2 * half)
+    if 2 * half < head_dim:
+        rotated = torch.cat((rotated, both[..., 2 * half :].float()), dim=2)
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    return q_out.copy_(rotated[:, :num_q_heads]), k_out.copy_(rotated[:, num_q_heads:])

@@ -15,7 +15,10 @@ def silu_and_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         [T, I] in the dtype of gate.
     """
     g32 = gate.float()
-    return (g32 / (1.0 + torch.exp(-g32)) * up.float()).to(gate.dtype)
+    # Not F.silu: its fp32 bits follow an element's place in memory and the number of threads (the
+    # ends of its vector loops use another exp). torch.exp has one form for both.
+    y = torch.neg(g32).exp_().add_(1.0)
+    return torch.div(g32, y, out=y).mul_(up.float()).to(gate.dtype)
 
 
 def silu_and_mul_bwd_ref(
@@ -30,6 +33,6 @@ def silu_and_mul_bwd_ref(
         (grad_gate, grad_up), dtype of gate, computed in fp32.
     """
     g32, gate32, up32 = grad_y.float(), gate.float(), up.float()
-    sigmoid = torch.sigmoid(gate32)
+    sigmoid = 1.0 / (1.0 + torch.exp(-gate32))
     grad_gate = g32 * up32 * sigmoid * (1.0 + gate32 * (1.0 - sigmoid))
     return grad_gate.to(gate.dtype), (g32 * gate32 * sigmoid).to(gate.dtype)

@@ -11,8 +11,8 @@ import dataclasses
 
 import torch
 
+from train_bridge.functions.ambient import isolated
 from train_bridge.functions.attention import AttentionFunction
-from train_bridge.functions.autocast import without_autocast
 from train_bridge.functions.embedding import EmbeddingFunction
 from train_bridge.functions.linear import LinearFunction
 from train_bridge.functions.rms_norm import AddRMSNormFunction, RMSNormFunction
@@ -22,14 +22,14 @@ from train_bridge.functions.token_logprobs import TokenLogprobsFunction
 from train_bridge.packing import PackedBatch
 from train_bridge.state import MODEL_DTYPE, BridgeState
 
-_linear = without_autocast(LinearFunction)
-_embedding = without_autocast(EmbeddingFunction)
-_rms_norm = without_autocast(RMSNormFunction)
-_add_rms_norm = without_autocast(AddRMSNormFunction)
-_rotary = without_autocast(RotaryFunction)
-_silu_and_mul = without_autocast(SiluAndMulFunction)
-_attention = without_autocast(AttentionFunction)
-_token_logprobs = without_autocast(TokenLogprobsFunction)
+_linear = isolated(LinearFunction)
+_embedding = isolated(EmbeddingFunction)
+_rms_norm = isolated(RMSNormFunction)
+_add_rms_norm = isolated(AddRMSNormFunction)
+_rotary = isolated(RotaryFunction)
+_silu_and_mul = isolated(SiluAndMulFunction)
+_attention = isolated(AttentionFunction)
+_token_logprobs = isolated(TokenLogprobsFunction)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from consistent_kernels.attention import AttentionParameters, plan_attention
 from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import invalid
+from train_bridge.functions.ambient import plain_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +63,14 @@ class PackedBatch:
 
     def planned(self, params: AttentionParameters, impl: str) -> PackedBatch:
         """Return the batch with attention's plan."""
-        plan = plan_attention(
-            self.cu_seqlens,
-            params=params,
-            num_tokens=self.num_tokens,
-            impl=impl,
-            cu_seqlens_k=self.cu_seqlens,
-        )
+        with plain_settings(self.ids.device.type):
+            plan = plan_attention(
+                self.cu_seqlens,
+                params=params,
+                num_tokens=self.num_tokens,
+                impl=impl,
+                cu_seqlens_k=self.cu_seqlens,
+            )
         return dataclasses.replace(self, plan=plan)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def start_engine(checkpoints: Callable[[str], Path]) -> Callable[..., Any]:
     """Return a function that starts an engine of a family; arguments override DEFAULTS."""
 
-    def start(family: str, **arguments: Any) -> Any:
+    def start(family: str, model_folder: Path | None = None, **arguments: Any) -> Any:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
         gc.collect()
-        return ConsistentEngine(str(checkpoints(family)), **{**DEFAULTS, **arguments})
+        folder = model_folder or checkpoints(family)
+        return ConsistentEngine(str(folder), **{**DEFAULTS, **arguments})
 
     return start
 

@@ -60,7 +60,9 @@ class ConsistentEmbeddingMethod(ConsistentHeadMethod):
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> [T, vocab] fp32; the first call (vLLM's profiling run) prepares the head."""
         if not self.prepared.built:
-            super().process_weights_after_loading(layer)
+            # An inference tensor could not be rebuilt in place by a later update.
+            with torch.inference_mode(False), torch.no_grad():
+                super().process_weights_after_loading(layer)
         return super().apply(layer, x, bias)
 
 

@@ -7,7 +7,12 @@ from consistent_kernels.token_logprobs.api import (
     token_logprobs_from_logits,
     token_logprobs_from_logits_bwd,
 )
-from consistent_kernels.token_logprobs.ranking import TopLogprobs, token_ranks, topk_logprobs
+from consistent_kernels.token_logprobs.ranking import (
+    TopLogprobs,
+    token_ranks,
+    topk_ids,
+    topk_logprobs,
+)
 
 __all__ = [
     "TokenLogprobs",
@@ -17,5 +22,6 @@ __all__ = [
     "token_logprobs_from_logits",
     "token_logprobs_from_logits_bwd",
     "token_ranks",
+    "topk_ids",
     "topk_logprobs",
 ]

@@ -23,9 +23,7 @@ from consistent_kernels.token_logprobs.reference import (
     grad_logits_ref,
     token_logprobs_from_logits_ref,
 )
-from consistent_kernels.token_logprobs.spec import REFERENCE_ROWS, TRITON_ROWS
-
-_ROWS = {"reference": REFERENCE_ROWS, "triton": TRITON_ROWS}
+from consistent_kernels.token_logprobs.spec import STREAM_ROWS
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
@@ -102,8 +100,8 @@ def _token_logprobs(
 ) -> _Result:
     count("token_logprobs", impl)
     parts = []
-    for start in range(0, max(hidden.shape[0], 1), _ROWS[impl]):
-        rows = slice(start, start + _ROWS[impl])
+    for start in range(0, max(hidden.shape[0], 1), STREAM_ROWS[impl]):
+        rows = slice(start, start + STREAM_ROWS[impl])
         logits = linear(hidden[rows], weight, impl=linear_impl, out_dtype=torch.float32)
         parts.append(
             _score(logits, ids[rows], temperature[rows], valid_vocab, banned, entropy, impl)
@@ -337,8 +335,8 @@ def token_logprobs_bwd(
     forward, backward = linear_impl or impl, (needs[0], needs[1], False)
     grads_hidden = []
     grad_weight = None
-    for start in range(0, max(hidden.shape[0], 1), _ROWS[impl]):
-        rows = slice(start, start + _ROWS[impl])
+    for start in range(0, max(hidden.shape[0], 1), STREAM_ROWS[impl]):
+        rows = slice(start, start + STREAM_ROWS[impl])
         logits = linear(hidden[rows], weight, impl=forward, out_dtype=torch.float32)
         grad_logits = token_logprobs_from_logits_bwd(
             _rows_of(grad, rows),

@@ -16,7 +16,10 @@ from consistent_kernels.token_logprobs.arguments import (
     valid_width,
 )
 from consistent_kernels.token_logprobs.reference import divisor
-from consistent_kernels.token_logprobs.spec import REFERENCE_ROWS
+
+_INF = float("inf")
+_ROWS = 64
+"""Rows handled at once: integer keys take 8 bytes a token."""
 
 
 class TopLogprobs(NamedTuple):
@@ -32,27 +35,59 @@ class TopLogprobs(NamedTuple):
 
 
 def _scaled(
-    op: str,
-    logits: torch.Tensor,
-    temperature: float | torch.Tensor,
-    valid_vocab: int | None,
-    banned: torch.Tensor | None,
+    logits: torch.Tensor, temperature: torch.Tensor, valid: int, banned: torch.Tensor | None
 ) -> torch.Tensor:
-    by = divisor(temperature_rows(op, temperature, logits.shape[0], logits.device))
-    z = logits / by[:, None]
-    z[:, valid_width(op, valid_vocab, logits.shape[1]) :] = -float("inf")
-    mask = banned_mask(op, banned, logits.shape[1], logits.device)
-    return z if mask is None else z.masked_fill_(mask, -float("inf"))
+    """z of a few rows, a fresh tensor; masked ids are -inf."""
+    z = logits / divisor(temperature)[:, None]
+    z[:, valid:] = -_INF
+    return z if banned is None else z.masked_fill_(banned, -_INF)
 
 
 def _top_ids(z: torch.Tensor, k: int) -> torch.Tensor:
     # One integer a token: ordered fp32 bits above, the id below, so no two tokens tie.
     vocab = z.shape[1]
-    bits = (z + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: they are equal
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    descending_ids = torch.arange(vocab - 1, -1, -1, device=z.device)
-    keys = torch.topk((ordered << 32) + descending_ids, k, dim=-1).values
-    return (vocab - 1) - (keys & 0xFFFFFFFF)
+    bits = z.add_(0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: they are equal
+    keys = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()
+    keys <<= 32
+    keys += torch.arange(vocab - 1, -1, -1, device=z.device)
+    return (vocab - 1) - (torch.topk(keys, k, dim=-1).values & 0xFFFFFFFF)
+
+
+def topk_ids(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    valid_vocab: int | None = None,
+    banned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ids of the k largest z = logit / temperature, largest first; the lower id wins ties.
+
+    Args:
+        logits: [T, V] fp32.
+        k: between 1 and V. Masked ids come last.
+        temperature, valid_vocab, banned: as `token_logprobs_from_logits`. Temperature keeps the
+            order but may round two logits to one z: then the lower id comes first.
+
+    Returns:
+        [T, k] int64. Only comparisons follow the division, so every device agrees.
+
+    Raises:
+        InvalidInputError: k, shapes or dtypes.
+    """
+    op = "topk_ids"
+    check_logits(op, logits)
+    rows, vocab = logits.shape
+    if not 1 <= k <= vocab:
+        raise invalid(op, "k", f"between 1 and {vocab}", k)
+    by = temperature_rows(op, temperature, rows, logits.device)
+    valid = valid_width(op, valid_vocab, vocab)
+    mask = banned_mask(op, banned, vocab, logits.device)
+    parts = [logits.new_empty((0, k), dtype=torch.int64)]
+    for start in range(0, rows, _ROWS):
+        part = slice(start, start + _ROWS)
+        parts.append(_top_ids(_scaled(logits[part], by[part], valid, mask), k))
+    return torch.cat(parts)
 
 
 def topk_logprobs(
@@ -64,40 +99,22 @@ def topk_logprobs(
     banned: torch.Tensor | None = None,
     impl: str,
 ) -> TopLogprobs:
-    """The k largest z = logit / temperature with their log-probs; the lower id wins ties.
+    """The k likeliest tokens of each row with their log-probs; the lower id wins ties.
 
     Args:
-        logits: [T, V] fp32.
-        k: between 1 and V. Masked ids come last, with log-prob -inf.
+        logits, k: as `topk_ids`.
         temperature, valid_vocab, banned, impl: as `token_logprobs_from_logits`.
 
     Returns:
         TopLogprobs(logprob [T, k], ids [T, k]); log-probs have the bits of
-        `token_logprobs_from_logits(logits, ids, ...)`.
+        `token_logprobs_from_logits(logits, ids, ...)`, -inf for a masked id.
 
     Raises:
-        InvalidInputError, UnsupportedError: as `token_logprobs_from_logits`.
+        InvalidInputError, UnsupportedError: as `topk_ids` and `token_logprobs_from_logits`.
     """
-    op = "topk_logprobs"
-    check_logits(op, logits)
-    rows, vocab = logits.shape
-    if not 1 <= k <= vocab:
-        raise invalid(op, "k", f"between 1 and {vocab}", k)
-    by = temperature_rows(op, temperature, rows, logits.device)
-    parts = [logits.new_empty((0, k), dtype=torch.int64)]
-    for start in range(0, rows, REFERENCE_ROWS):
-        part = slice(start, start + REFERENCE_ROWS)
-        parts.append(_top_ids(_scaled(op, logits[part], by[part], valid_vocab, banned), k))
-    ids = torch.cat(parts)
-    scored = token_logprobs_from_logits(
-        logits,
-        ids,
-        temperature=by,
-        valid_vocab=valid_vocab,
-        banned=banned,
-        entropy=False,
-        impl=impl,
-    )
+    options = {"temperature": temperature, "valid_vocab": valid_vocab, "banned": banned}
+    ids = topk_ids(logits, k, **options)
+    scored = token_logprobs_from_logits(logits, ids, entropy=False, impl=impl, **options)
     return TopLogprobs(scored.logprob, ids)
 
 
@@ -105,7 +122,7 @@ def token_ranks(
     logits: torch.Tensor,
     ids: torch.Tensor,
     *,
-    temperature: float | torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
     valid_vocab: int | None = None,
     banned: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -117,16 +134,21 @@ def token_ranks(
         temperature, valid_vocab, banned: as `token_logprobs_from_logits`.
 
     Returns:
-        [T] int64. Only comparisons are made, so every device agrees.
+        [T] int64. Only comparisons follow the division, so every device agrees.
     """
     op = "token_ranks"
     check_logits(op, logits)
-    check_ids(op, ids, logits.shape[0])
-    by = temperature_rows(op, temperature, logits.shape[0], logits.device)
+    rows, vocab = logits.shape
+    if ids.dim() != 1:
+        raise invalid(op, "ids", f"of shape ({rows},)", tuple(ids.shape))
+    check_ids(op, ids, rows)
+    by = temperature_rows(op, temperature, rows, logits.device)
+    valid = valid_width(op, valid_vocab, vocab)
+    mask = banned_mask(op, banned, vocab, logits.device)
     parts = [logits.new_empty(0, dtype=torch.int64)]
-    for start in range(0, logits.shape[0], REFERENCE_ROWS):
-        part = slice(start, start + REFERENCE_ROWS)
-        z = _scaled(op, logits[part], by[part], valid_vocab, banned)
+    for start in range(0, rows, _ROWS):
+        part = slice(start, start + _ROWS)
+        z = _scaled(logits[part], by[part], valid, mask)
         own = z.gather(1, ids[part].long()[:, None])
         parts.append((z > own).sum(-1) + 1)
     return torch.cat(parts)

@@ -91,7 +91,7 @@ def rotary(
 
     Args:
         positions: [T] int32 or int64, position of each token inside its request, below
-            `rope.max_position`.
+            `rope.max_position` (beyond it "reference" raises IndexError, "triton" gives NaN).
         q: [T, Hq, D]; k: [T, Hk, D], bf16, fp16 or fp32; rows may be strided.
         rope: the tables' parameters.
         impl: "reference" (any device) or "triton" (CUDA).

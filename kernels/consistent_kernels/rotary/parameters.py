@@ -51,6 +51,14 @@ class RopeParameters:
             raise invalid(
                 "rotary", "rotary_dim", f"even and at most {self.head_dim}", self.rotary_dim
             )
+        if self.rope_type in ("llama3", "yarn") and self.original_max_position <= 0:
+            raise invalid(
+                "rotary",
+                "original_max_position",
+                f"positive for rope_type {self.rope_type!r}",
+                self.original_max_position,
+                "Set original_max_position_embeddings in the model's rope_parameters",
+            )
 
     def to_dict(self) -> dict[str, Scalar]:
         """Return flat JSON scalars, floats as fp32 bit patterns: the form a contract hashes."""
@@ -84,6 +92,7 @@ class RopeParameters:
             config.hidden_size // config.num_attention_heads
         )
         factor = float(rope.get("factor") or 1.0)
+        original = int(rope.get("original_max_position_embeddings") or 0)
         attention_factor = 1.0
         if rope_type == "yarn":
             attention_factor = _yarn_attention_factor(rope, factor)
@@ -91,17 +100,28 @@ class RopeParameters:
             head_dim=head_dim,
             rotary_dim=int(head_dim * rope.get("partial_rotary_factor", 1.0)),
             theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
-            max_position=int(config.max_position_embeddings),
+            max_position=_table_rows(
+                int(config.max_position_embeddings), rope_type, factor, original
+            ),
             rope_type=rope_type,
             factor=factor,
             low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
             high_freq_factor=float(rope.get("high_freq_factor", 1.0)),
-            original_max_position=int(rope.get("original_max_position_embeddings") or 0),
+            original_max_position=original,
             beta_fast=float(rope.get("beta_fast") or 32.0),
             beta_slow=float(rope.get("beta_slow") or 1.0),
             truncate=bool(rope.get("truncate", True)),
             attention_factor=attention_factor,
         )
+
+
+def _table_rows(max_position: int, rope_type: str, factor: float, original: int) -> int:
+    # max_position_embeddings is the length before the scaling in some configurations (Qwen with
+    # yarn) and after it in others (Llama 3.1). A row too many costs memory, one too few a wrong
+    # token.
+    if rope_type == "linear":
+        return int(max_position * max(factor, 1.0))
+    return max(max_position, int(original * factor) if rope_type == "yarn" else 0)
 
 
 def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:

@@ -46,10 +46,11 @@ def _rotary_fwd_kernel(
     column = tl.arange(0, BLOCK_HALF)
     inside = column < HALF
     position = tl.load(positions_ptr + token).to(tl.int64)
-    # Padded graph rows may hold any position; they must not read outside the table.
+    # A padded graph row may hold any position and must not read outside the table; a real token
+    # out there turns NaN, which no log-prob hides.
     known = inside & (position >= 0) & (position < max_position)
-    cos = tl.load(cos_ptr + position * HALF + column, mask=known, other=1.0)
-    sin = tl.load(sin_ptr + position * HALF + column, mask=known, other=0.0)
+    cos = tl.load(cos_ptr + position * HALF + column, mask=known, other=float("nan"))
+    sin = tl.load(sin_ptr + position * HALF + column, mask=known, other=float("nan"))
     if is_q:
         source = q_ptr + token * q_stride + head * D
         target = q_out_ptr + (token * num_q_heads + head) * D

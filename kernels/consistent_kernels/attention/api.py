@@ -20,7 +20,8 @@ _BLOCK_MULTIPLE = 16
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "float scale, int? sliding_window, int key_split, str impl) -> (Tensor, Tensor)"
+    "float scale, int? sliding_window, int key_split, int max_seq_len, str impl) "
+    "-> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
@@ -117,8 +118,8 @@ def plan_attention(
     """Compute once per batch what no layer's q, k or v enters; pass it to every layer.
 
     Give `cu_seqlens_k` for `attention_varlen`, or `seq_lens`, `block_table` and `k_cache` (any
-    layer's, for its layout) for `attention_paged`. Reads the lengths on the host; `triton` needs a
-    plan only to spare the backward that read in every layer.
+    layer's, for its layout) for `attention_paged`. Reads the lengths on the host. `triton` needs no
+    plan to serve; in training it spares the backward that read in every layer.
 
     Args:
         cu_seqlens_q: [B + 1] int32 or int64.
@@ -170,6 +171,7 @@ def _varlen(
     scale: float,
     sliding_window: int | None,
     key_split: int,
+    max_seq_len: int,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("attention_varlen", impl)
@@ -185,7 +187,7 @@ def _varlen(
         return attention_ref(q, k, v, plan)
     from consistent_kernels.attention.triton import attention_varlen_fwd
 
-    return attention_varlen_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, params)
+    return attention_varlen_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, params, max_seq_len)
 
 
 def _paged(
@@ -312,14 +314,15 @@ def attention_varlen(
     _check_heads(op, q, k, v, params, impl, key_dims=3)
     _check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
     _check_index(op, "cu_seqlens_k", cu_seqlens_k, 1, cu_seqlens_q.shape[0])
-    if plan is not None and impl == "reference":
+    if plan is not None:
         _check_plan(op, plan, params, q)
+    if plan is not None and impl == "reference":
         count(op, impl)
         with torch.no_grad():
             return attention_ref(q, k, v, plan)
     return torch.ops.consistent_kernels.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k,
-        params.scale, params.sliding_window, params.key_split, impl,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, params.scale, params.sliding_window,
+        params.key_split, k.shape[0] if plan is None else plan.max_seq_len, impl,
     )  # fmt: skip
 
 

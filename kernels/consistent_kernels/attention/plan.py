@@ -98,6 +98,7 @@ class AttentionPlan:
         num_tokens: rows of q.
         covered: whether every row of q belongs to a sequence that has keys.
         block_rows: of the pages, or 1.
+        max_seq_len: keys of the longest sequence.
         sequences: (first query row, queries, first key row, keys) of each sequence; packed only.
         groups: query tiles in portions of bounded memory.
     """
@@ -106,6 +107,7 @@ class AttentionPlan:
     num_tokens: int
     covered: bool
     block_rows: int
+    max_seq_len: int
     sequences: list[tuple[int, int, int, int]]
     groups: list[TileGroup]
 
@@ -306,6 +308,7 @@ def build_plan(
         num_tokens=num_tokens,
         covered=int(query_lens[used].sum()) == num_tokens,
         block_rows=layout.block_rows,
+        max_seq_len=int(seq_lens.max()) if seq_lens.numel() else 0,
         sequences=sequences,
         groups=groups,
     )

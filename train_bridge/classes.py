@@ -84,6 +84,9 @@ CONSISTENT: dict[type[nn.Module], type[nn.Module]] = {
 }
 """Hugging Face class to ours. The output head is an nn.Linear too: `ConsistentLMHead`."""
 
+MODELS = (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM)
+"""What `bridge_model` accepts."""
+
 UNUSED = (
     nn.ModuleList,
     nn.SiLU,

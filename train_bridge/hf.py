@@ -14,7 +14,7 @@ from consistent_kernels.model_facts import ModelFacts, model_facts
 from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
 from train_bridge.causal_lm import is_sharded
-from train_bridge.classes import CONSISTENT, UNUSED, ConsistentLMHead
+from train_bridge.classes import CONSISTENT, MODELS, UNUSED, ConsistentLMHead
 from train_bridge.modules import Bridged
 from train_bridge.state import BridgeState
 from train_bridge.weights import follow_optimizers
@@ -98,8 +98,10 @@ def _new_state(model: nn.Module, device_type: str | None) -> BridgeState:
         )
     except ConfigurationError as error:
         violations += error.violations
-    if facts is not None or type(model) in CONSISTENT:
+    if type(model) in MODELS:
         violations += _model_violations(model)
+    elif facts is not None:
+        violations.append(f"class {type(model).__module__}.{type(model).__name__} is unknown")
     device = device_type or next((p.device.type for p in model.parameters()), "unknown")
     if device not in ("cpu", "cuda"):
         violations.append(f"parameters are on {device!r}; give device_type 'cpu' or 'cuda'")
@@ -122,8 +124,6 @@ def _new_state(model: nn.Module, device_type: str | None) -> BridgeState:
 
 def _model_violations(model: Any) -> list[str]:
     violations = []
-    if type(model) not in CONSISTENT:
-        violations.append(f"class {type(model).__module__}.{type(model).__name__} is unknown")
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if dropout:
         violations.append(f"attention_dropout={dropout} is not supported; set it to 0")
@@ -140,6 +140,11 @@ def _model_violations(model: Any) -> list[str]:
     ]
     if foreign:
         violations.append(f"modules that no op serves: {', '.join(foreign[:8])}")
+    patched = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    if patched:
+        violations.append(
+            f"forwards replaced on the instance (accelerate, Liger, ...): {', '.join(patched[:8])}"
+        )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = getattr(head, "weight", None) is embedding.weight
     if tied != bool(model.config.tie_word_embeddings):

@@ -153,8 +153,13 @@ def push_weights(
         )
     if not answers:
         raise StaleWeightsError("push_weights: no worker of the engine sent a receipt")
-    for answer in answers:
-        check_receipt(WeightReceipt.from_dict(answer), expected)
+    for rank, answer in enumerate(answers):
+        if not isinstance(answer, Mapping):
+            raise StaleWeightsError(f"push_weights: worker {rank} sent no receipt but {answer!r}")
+        try:
+            check_receipt(WeightReceipt.from_dict(answer), expected)
+        except StaleWeightsError as error:
+            raise StaleWeightsError(f"push_weights: worker {rank}: {error}") from None
     return expected
 
 

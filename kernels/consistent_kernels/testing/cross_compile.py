@@ -17,6 +17,7 @@ def cross_compile(
     constexprs: Mapping[str, Any],
     num_warps: int = 4,
     num_stages: int = 2,
+    enable_fp_fusion: bool = True,
 ) -> bytes:
     """Return the cubin of `kernel` for compute capability `arch` (90 for sm_90).
 
@@ -24,6 +25,7 @@ def cross_compile(
         kernel: a `triton.jit` function.
         signature: {argument: Triton type}, e.g. {"x_ptr": "*bf16", "eps": "fp32"}.
         constexprs: {constexpr argument: value}.
+        enable_fp_fusion: whether the compiler may contract a product and a sum to an fma.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -35,6 +37,10 @@ def cross_compile(
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "enable_fp_fusion": enable_fp_fusion,
+        },
     )
     return compiled.asm["cubin"]

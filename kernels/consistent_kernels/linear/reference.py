@@ -52,8 +52,21 @@ def linear_bwd_ref(
     Returns:
         (grad_x [T, K] in the dtype of x, grad_weight [N, K] fp32, grad_bias [N] fp32).
     """
-    g32 = grad_y.float()
-    grad_x = (g32 @ weight.float()).to(x.dtype) if needs[0] else None
-    grad_weight = g32.t() @ x.float() if needs[1] else None
-    grad_bias = g32.sum(0) if needs[2] else None
+    grad_x = _product(grad_y, weight).to(x.dtype) if needs[0] else None
+    grad_weight = _product(grad_y.t(), x) if needs[1] else None
+    grad_bias = grad_y.sum(0, dtype=torch.float32) if needs[2] else None
     return grad_x, grad_weight, grad_bias
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # A B in fp32, on tensor cores where CUDA can keep the accumulators.
+    half = (torch.bfloat16, torch.float16)
+    if not a.is_cuda or b.dtype not in half:
+        return a.float() @ b.float()
+    if a.dtype == b.dtype:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # The gradient of fp32 logits: its leading and following 8 bits, to 2^-16 of each factor.
+    high = a.to(b.dtype)
+    low = (a - high.float()).to(b.dtype)
+    product = torch.mm(high, b, out_dtype=torch.float32)
+    return product.add_(torch.mm(low, b, out_dtype=torch.float32))

@@ -1,5 +1,7 @@
 """What a linear layer computes, and the pinned schedule of each implementation."""
 
+import dataclasses
+
 import torch
 
 from consistent_kernels.contract import OpSpec, Program, Scalar
@@ -20,9 +22,30 @@ SPEC = OpSpec(
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """CPU: shape of one fp32 GEMM; a library picks its kernel by shape, so the shape is fixed."""
 
-BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
-NUM_WARPS, NUM_STAGES = 4, 3
-"""Triton: one tile for every M. BLOCK_K and the instruction that BLOCK_M selects move bits."""
+
+@dataclasses.dataclass(frozen=True)
+class TritonTile:
+    """One launch configuration of the Triton program."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+BASE_TILE = TritonTile(64, 128, 64, 4, 4)
+"""The Triton program. Another tile runs only where a probe found the bits of this one."""
+
+TILES_BY_ROWS = (
+    (64, TritonTile(64, 64, 64, 4, 5)),
+    (256, BASE_TILE),
+    (0, TritonTile(128, 256, 64, 8, 3)),
+)
+"""(rows up to which a tile is used, tile), ascending; 0 stands for any number of rows."""
+
+GROUP_ROWS = 8
+"""Row blocks that share a pass over the weights; a launch order, which moves no bits."""
 
 _FILES = {
     "reference": ("reference.py", "tiles.py"),
@@ -49,13 +72,7 @@ def program(impl: str) -> Program:
 
 def _schedule(impl: str) -> dict[str, Scalar]:
     if impl == "triton":
-        return {
-            "block_m": BLOCK_M,
-            "block_n": BLOCK_N,
-            "block_k": BLOCK_K,
-            "num_warps": NUM_WARPS,
-            "num_stages": NUM_STAGES,
-        }
+        return dataclasses.asdict(BASE_TILE)
     # Imported here: both files read the constants above.
     from consistent_kernels.linear import onednn, probe, tiles
 

@@ -1,4 +1,4 @@
-"""Linear in Triton: one tile shape for every M, K ascending, one fp32 accumulator an element."""
+"""Linear in Triton: K in ascending tiles, one fp32 accumulator an element, whatever the tile."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import torch
 import triton
 import triton.language as tl
 
-from consistent_kernels.linear.spec import BLOCK_K, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_WARPS
+from consistent_kernels.linear.spec import GROUP_ROWS, TritonTile
+from consistent_kernels.linear.triton_tiles import tile_for
 
 
-@triton.jit(
-    do_not_specialize=["M", "x_stride"],
-    do_not_specialize_on_alignment=["x_ptr", "w_ptr", "bias_ptr", "y_ptr"],
-)
+# Alignment is a condition that the launcher meets for every call, not a variant: each argument
+# that Triton specializes on always specializes alike. Without it, loads are two bytes wide.
+@triton.jit(do_not_specialize=["M"])
 def _linear_fwd_kernel(
-    x_ptr,  # [M, K], row stride x_stride
+    x_ptr,  # [M, K], row stride x_stride, a multiple of 16
     w_ptr,  # [N, K] contiguous
     bias_ptr,  # [N] or unused
     y_ptr,  # [M, N] contiguous
     M,
+    N,
     x_stride,
-    N: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Tiles of GROUP row blocks run column by column, so that they share weights in the L2 cache.
+    row_blocks = tl.cdiv(M, BLOCK_M)
+    column_blocks = tl.cdiv(N, BLOCK_N)
+    in_group = GROUP * column_blocks
+    first = (tl.program_id(0) // in_group) * GROUP
+    group = min(row_blocks - first, GROUP)
+    inside_group = tl.program_id(0) % in_group
+    rows = (first + inside_group % group) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (inside_group // group) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside, column_inside = rows < M, columns < N
     inner = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
@@ -36,9 +44,11 @@ def _linear_fwd_kernel(
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + inner
-        k_inside = k < K
-        x = tl.load(x_rows + k[None, :], mask=row_inside[:, None] & k_inside[None, :], other=0.0)
-        w = tl.load(w_rows + k[None, :], mask=column_inside[:, None] & k_inside[None, :], other=0.0)
+        x_mask, w_mask = row_inside[:, None], column_inside[:, None]
+        if K % BLOCK_K != 0:
+            x_mask, w_mask = x_mask & (k < K)[None, :], w_mask & (k < K)[None, :]
+        x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_rows + k[None, :], mask=w_mask, other=0.0)
         accumulator = tl.dot(x, w.T, accumulator, input_precision="ieee")
     if HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=column_inside, other=0.0)
@@ -46,6 +56,51 @@ def _linear_fwd_kernel(
     y = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = row_inside[:, None] & column_inside[None, :]
     tl.store(y, accumulator.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    if x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0:
+        return x
+    rows, inner = x.shape
+    padded = x.new_empty((rows, -(-inner // 16) * 16))[:, :inner]
+    return padded.copy_(x)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: TritonTile,
+) -> None:
+    """Write round(x W^T + b) to y [M, N] with the given tile; see `linear_fwd`."""
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    if not rows:
+        return
+    weight, x = _aligned(weight), _aligned_rows(x)
+    blocks = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    _linear_fwd_kernel[(blocks,)](
+        x,
+        weight,
+        _aligned(bias) if bias is not None else weight,
+        y,
+        rows,
+        columns,
+        x.stride(0),
+        K=inner,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP=GROUP_ROWS,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 def linear_fwd(
@@ -57,31 +112,12 @@ def linear_fwd(
     """Launch the kernel.
 
     Args:
-        x: [M, K], unit column stride; weight: [N, K] contiguous, dtype of x; bias: [N] or None.
+        x: [M, K]; weight: [N, K] contiguous, dtype of x; bias: [N] or None.
         out_dtype: dtype of the result.
 
     Returns:
         [M, N].
     """
-    rows, inner = x.shape
-    columns = weight.shape[0]
-    y = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
-    if rows:
-        grid = (triton.cdiv(rows, BLOCK_M), triton.cdiv(columns, BLOCK_N))
-        _linear_fwd_kernel[grid](
-            x,
-            weight,
-            bias if bias is not None else weight,
-            y,
-            rows,
-            x.stride(0),
-            N=columns,
-            K=inner,
-            HAS_BIAS=bias is not None,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=BLOCK_K,
-            num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES,
-        )
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    launch(x, weight, bias, y, tile_for(x, weight.shape[0]))
     return y

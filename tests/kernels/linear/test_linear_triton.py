@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from consistent_kernels.linear.spec import BLOCK_K, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_WARPS
+from consistent_kernels.linear.spec import GROUP_ROWS, TILES_BY_ROWS, TritonTile
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("out", "has_bias"), [("*bf16", True), ("*bf16", False), ("*fp32", False)])
-def test_linear_cross_compiles(arch: int, out: str, has_bias: bool) -> None:
+@pytest.mark.parametrize("tile", [tile for _, tile in TILES_BY_ROWS], ids=str)
+@pytest.mark.parametrize(("out", "has_bias"), [("*bf16", True), ("*fp32", False)])
+def test_linear_cross_compiles(arch: int, out: str, has_bias: bool, tile: TritonTile) -> None:
     from consistent_kernels.linear.triton import _linear_fwd_kernel
 
     cubin = cross_compile(
@@ -22,17 +23,18 @@ def test_linear_cross_compiles(arch: int, out: str, has_bias: bool) -> None:
             "bias_ptr": "*bf16",
             "y_ptr": out,
             "M": "i32",
+            "N": "i32",
             "x_stride": "i32",
         },
         constexprs={
-            "N": 960,
             "K": 576,
             "HAS_BIAS": has_bias,
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_N": BLOCK_N,
-            "BLOCK_K": BLOCK_K,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "GROUP": GROUP_ROWS,
         },
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     assert cubin.startswith(b"\x7fELF")

@@ -65,9 +65,10 @@ class TileGroup:
     """Some query tiles, most steps first, and their pairs, step by step.
 
     Attributes:
-        query_rows: [tiles * slots] row of q of each slot (any row for a slot outside the batch).
-        out_rows, out_slots: [n] rows of the output and the slots that hold them.
-        pair_tile: [P] query tile of each pair.
+        query_index: [P * Hk * R] row of q as [T * Hq, D] of every GEMM row, slot * group + head;
+            any row where the slot is outside the batch or the GEMM row beyond the slots.
+        out_rows: [n] rows of the output, ascending; None for all rows of q.
+        out_index: [n * Hq] where [tiles * Hk * R] results hold them.
         key_rows: [P * 64] row of each key; a key that no valid slot sees points to one that is
             seen, so that unused memory is never read.
         bias: [P, 1, R * 64] fp32, 0 where the slot sees the key, else -inf.
@@ -75,18 +76,19 @@ class TileGroup:
         split_starts: None, or what happens before step i.
         last_pair: [tiles] the pair of each tile's last step.
         split_tiles: tiles that have more than one split, or None.
+        buffers: scratch of the reference, kept for the next layer.
     """
 
-    query_rows: torch.Tensor
-    out_rows: torch.Tensor
-    out_slots: torch.Tensor
-    pair_tile: torch.Tensor
+    query_index: torch.Tensor
+    out_rows: torch.Tensor | None
+    out_index: torch.Tensor
     key_rows: torch.Tensor
     bias: torch.Tensor
     active: list[int]
     split_starts: list[SplitStart | None]
     last_pair: torch.Tensor
     split_tiles: torch.Tensor | None
+    buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,6 @@ class AttentionPlan:
     Attributes:
         params: heads, window and split that it was made for.
         num_tokens: rows of q.
-        covered: whether every row of q belongs to a sequence that has keys.
         block_rows: of the pages, or 1.
         max_seq_len: keys of the longest sequence.
         sequences: (first query row, queries, first key row, keys) of each sequence; packed only.
@@ -105,7 +106,6 @@ class AttentionPlan:
 
     params: AttentionParameters
     num_tokens: int
-    covered: bool
     block_rows: int
     max_seq_len: int
     sequences: list[tuple[int, int, int, int]]
@@ -183,12 +183,35 @@ def _bias(
     return bias.reshape(-1, 1, rows * KEY_TILE)
 
 
+def _head_rows(
+    rows: torch.Tensor, params: AttentionParameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where GEMM rows come from and where the heads of a slot are found.
+
+    Args:
+        rows: [tiles, slots] rows of q.
+
+    Returns:
+        ([tiles, Hk, R] rows of q as [T * Hq, D], [tiles, slots, Hq] rows of [tiles * Hk * R]).
+    """
+    tiles, slots = rows.shape
+    heads, group, count = params.num_kv_heads, params.group, tile_rows(params)
+    gemm_row = torch.arange(count).clamp_max(slots * group - 1)
+    head = torch.arange(heads)[:, None] * group + gemm_row % group
+    source = rows[:, gemm_row // group].view(tiles, 1, count) * params.num_heads + head
+    kv_head = torch.arange(tiles)[:, None] * heads + torch.arange(heads)
+    row = torch.arange(slots)[:, None] * group + torch.arange(group)
+    place = kv_head.view(tiles, 1, heads, 1) * count + row.view(slots, 1, group)
+    return source, place.reshape(tiles, slots, params.num_heads)
+
+
 def _group(
     tiles: _Tiles,
     layout: KeyLayout,
     starts: torch.Tensor,
     row_of_position_0: torch.Tensor,
     params: AttentionParameters,
+    num_tokens: int,
 ) -> TileGroup:
     slots = query_slots(params.group, TILE_ROWS)
     lengths = layout.seq_lens[tiles.sequence]
@@ -196,8 +219,10 @@ def _group(
     clamped = torch.minimum(
         torch.maximum(position, starts[tiles.sequence, None]), lengths[:, None] - 1
     )
-    query_rows = (clamped + row_of_position_0[tiles.sequence, None]).view(-1)
-    out_slots = (clamped == position).view(-1).nonzero().view(-1)
+    rows = clamped + row_of_position_0[tiles.sequence, None]
+    query_index, place = _head_rows(rows, params)
+    is_valid = clamped == position
+    out_rows, order = rows[is_valid].sort()
 
     steps = tiles.steps.tolist()
     active, count = [], len(steps)
@@ -218,10 +243,9 @@ def _group(
         readable = torch.maximum(readable, first_seen[pair_tile, None])
     split_starts, split_tiles = _split_starts(tiles, active, params.key_split)
     return TileGroup(
-        query_rows=query_rows,
-        out_rows=query_rows[out_slots],
-        out_slots=out_slots,
-        pair_tile=pair_tile,
+        query_index=query_index[pair_tile].view(-1),
+        out_rows=None if out_rows.numel() == num_tokens else out_rows,
+        out_index=place[is_valid][order].view(-1),
         key_rows=layout.rows(tiles.sequence[pair_tile], readable).reshape(-1),
         bias=_bias(tiles, pair_tile, keys, params),
         active=active,
@@ -296,7 +320,7 @@ def build_plan(
         tiles = _query_tiles(starts, seq_lens, used, slots, params.sliding_window)
         row_of_position_0 = row_begin - starts
         groups = [
-            _group(tiles.take(portion), layout, starts, row_of_position_0, params)
+            _group(tiles.take(portion), layout, starts, row_of_position_0, params, num_tokens)
             for portion in _portions(tiles, params)
         ]
     sequences = []
@@ -306,7 +330,6 @@ def build_plan(
     return AttentionPlan(
         params=params,
         num_tokens=num_tokens,
-        covered=int(query_lens[used].sum()) == num_tokens,
         block_rows=layout.block_rows,
         max_seq_len=int(seq_lens.max()) if seq_lens.numel() else 0,
         sequences=sequences,

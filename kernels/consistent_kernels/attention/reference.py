@@ -6,45 +6,62 @@ bits cannot depend on the batch, the phase or the lengths; see `plan.py`.
 
 from __future__ import annotations
 
+import math
+import threading
+
 import torch
 
 from consistent_kernels.attention.parameters import AttentionParameters
-from consistent_kernels.attention.plan import AttentionPlan, SplitStart, TileGroup, tile_rows
-from consistent_kernels.attention.spec import KEY_TILE, TILE_ROWS, query_slots
+from consistent_kernels.attention.plan import AttentionPlan, TileGroup, tile_rows
+from consistent_kernels.attention.spec import KEY_TILE
 
 LOWEST = torch.finfo(torch.float32).min
 """Running maximum before the first key: finite, so that no inf - inf arises."""
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+_POOL = threading.local()
+
+
+def _scratch(
+    group: TileGroup, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return an uninitialized tensor that the next call with this name in this thread reuses.
+
+    Fresh memory of this size costs page faults that outweigh the arithmetic.
+    """
+    cached = group.buffers.get(name)
+    if cached is not None and cached.dtype == dtype:
+        return cached
+    size = math.prod(shape)
+    buffer = getattr(_POOL, name, None)
+    if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+        buffer = torch.empty(size, dtype=dtype)
+        setattr(_POOL, name, buffer)
+    group.buffers[name] = buffer[:size].view(shape)
+    return group.buffers[name]
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, name: str, group: TileGroup) -> torch.Tensor:
     # MKL threads a lone matrix from inside, with other kernels: a batch has at least two.
     if a.shape[0] == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-    return torch.bmm(a, b)
+    return torch.bmm(a, b, out=_scratch(group, name, (a.shape[0], a.shape[1], b.shape[2])))
 
 
 def _query_tiles(q: torch.Tensor, group: TileGroup, params: AttentionParameters) -> torch.Tensor:
-    """Return q as fp32 [tiles, Hk, R, D]; rows are slot * group + head."""
-    slots = query_slots(params.group, TILE_ROWS)
-    heads, width = params.num_kv_heads, params.head_dim
-    rows = q.index_select(0, group.query_rows).view(-1, slots, heads, params.group, width)
-    count = tile_rows(params)
-    tiles = torch.empty(rows.shape[0], heads, count, width)
-    filled = slots * params.group
-    tiles[:, :, :filled].view(-1, heads, slots, params.group, width).copy_(
-        rows.permute(0, 2, 1, 3, 4)
-    )
-    if filled < count:
-        tiles[:, :, filled:] = 0.0
-    return tiles
+    """Gather queries as fp32 [pairs * Hk, R, D]; rows are slot * group + head."""
+    gathered = q.reshape(-1, params.head_dim).index_select(0, group.query_index)
+    return gathered.float().view(-1, tile_rows(params), params.head_dim)
 
 
 def _key_tiles(rows: torch.Tensor, group: TileGroup, params: AttentionParameters) -> torch.Tensor:
-    """Gather keys or values as fp32 [pairs * Hk, 64, D]."""
+    """Gather keys, then values, as fp32 [pairs * Hk, 64, D]; both share their memory."""
     heads, width = params.num_kv_heads, params.head_dim
-    gathered = rows.index_select(0, group.key_rows).view(-1, KEY_TILE, heads, width)
-    tiles = torch.empty(gathered.shape[0], heads, KEY_TILE, width)
-    return tiles.copy_(gathered.transpose(1, 2)).view(-1, KEY_TILE, width)
+    gathered = _scratch(group, "rows", (group.key_rows.numel(), heads, width), rows.dtype)
+    torch.index_select(rows, 0, group.key_rows, out=gathered)
+    tiles = _scratch(group, "tiles", (group.bias.shape[0], heads, KEY_TILE, width))
+    tiles.copy_(gathered.view(-1, KEY_TILE, heads, width).transpose(1, 2))
+    return tiles.view(-1, KEY_TILE, width)
 
 
 class _Totals:
@@ -72,31 +89,75 @@ class _Totals:
         self.m[index] = highest
 
 
-def _running_maximum(
-    peak: torch.Tensor, active: list[int], starts: list[SplitStart | None]
-) -> torch.Tensor | None:
-    """Turn per-pair maxima [P, Hk, R] into running ones, in place; return the rescale factors.
+def _running_maximum(peak: torch.Tensor, group: TileGroup) -> tuple[torch.Tensor, ...]:
+    """Turn per-pair maxima [P, Hk, R] into running ones, in place.
 
     Returns:
-        exp(previous running maximum - running maximum) for the pairs of step 1 and later.
+        exp(previous running maximum - running maximum) of step 1, 2, ...
     """
     peak.clamp_min_(LOWEST)
+    active = group.active
     if len(active) == 1:
-        return None
-    first = active[0]
-    factor = torch.empty(peak.shape[0] - first, *peak.shape[1:])
-    begin, before = first, 0
+        return ()
+    peaks = peak.split(active)
+    factor = torch.empty(peak.shape[0] - active[0], *peak.shape[1:])
+    factors = factor.split(active[1:])
     for step in range(1, len(active)):
-        count = active[step]
-        previous, current = peak[before : before + count], peak[begin : begin + count]
-        start = starts[step]
+        previous = peaks[step - 1]
+        if active[step] < active[step - 1]:
+            previous = previous[: active[step]]
+        start = group.split_starts[step]
         if start is not None:
             previous = previous.clone()
             previous[start.tiles] = LOWEST
-        torch.maximum(previous, current, out=current)
-        torch.sub(previous, current, out=factor[begin - first : begin - first + count])
-        before, begin = begin, begin + count
-    return factor.exp_()
+        torch.maximum(previous, peaks[step], out=peaks[step])
+        torch.sub(previous, peaks[step], out=factors[step - 1])
+    factor.exp_()
+    return factors
+
+
+def _combine(
+    peak: torch.Tensor,
+    factors: tuple[torch.Tensor, ...],
+    sums: torch.Tensor,
+    weighted: torch.Tensor,
+    group: TileGroup,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add the steps of each query tile in ascending order, splits apart, then merge the splits.
+
+    Args:
+        peak, sums: [P, Hk, R] running maxima and row sums; weighted: [P, Hk, R, D] P V.
+
+    Returns:
+        (maximum [tiles, Hk, R], row sum [tiles, Hk, R], unnormalized output [tiles, Hk, R, D]).
+    """
+    active = group.active
+    if len(active) == 1:
+        return peak, sums, weighted
+    sums_of, weighted_of = sums.split(active), weighted.split(active)
+    row_sum, acc = sums_of[0], weighted_of[0]
+    totals = _Totals(active[0], acc) if group.split_tiles is not None else None
+    begin = 0
+    for step in range(1, len(active)):
+        count = active[step]
+        start = group.split_starts[step]
+        if start is not None and totals is not None:
+            m = peak[begin:]
+            totals.put(start.fresh, m, row_sum, acc)
+            totals.merge(start.merge, m, row_sum, acc)
+        begin += active[step - 1]
+        row_sum_now, acc_now = row_sum, acc
+        if count < active[0]:
+            row_sum_now, acc_now = row_sum[:count], acc[:count]
+        row_sum_now.mul_(factors[step - 1]).add_(sums_of[step])
+        acc_now.mul_(factors[step - 1].unsqueeze(-1)).add_(weighted_of[step])
+    m = peak.index_select(0, group.last_pair)
+    if totals is not None:
+        index = group.split_tiles
+        totals.merge(index, m, row_sum, acc)
+        m[index], row_sum[index] = totals.m[index], totals.row_sum[index]
+        acc[index] = totals.acc[index]
+    return m, row_sum, acc
 
 
 def _attend(
@@ -106,50 +167,27 @@ def _attend(
     group: TileGroup,
     params: AttentionParameters,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the fp32 (out [tiles, Hk, R, D], lse [tiles, Hk, R]) of a group of query tiles."""
+    """Return the fp32 (out [n * Hq, D], lse [n * Hq]) of a group of query tiles."""
     heads, rows = params.num_kv_heads, tile_rows(params)
-    pairs = group.pair_tile.numel()
     queries = _query_tiles(q, group, params)
-    by_pair = queries.index_select(0, group.pair_tile).view(-1, rows, params.head_dim)
-    scores = _bmm(by_pair, _key_tiles(k_rows, group, params).transpose(1, 2))
-    scores = scores.view(pairs, heads, rows * KEY_TILE)
-    torch.add(group.bias, scores, alpha=params.scale, out=scores)
-    scores = scores.view(pairs, heads, rows, KEY_TILE)
-
-    peak = scores.amax(-1)
-    factor = _running_maximum(peak, group.active, group.split_starts)
-    p = scores.sub_(peak[..., None]).exp_()
+    scores = _bmm(queries, _key_tiles(k_rows, group, params).transpose(1, 2), "scores", group)
+    flat = scores.view(-1, heads, rows * KEY_TILE)
+    torch.add(group.bias, flat, alpha=params.scale, out=flat)
+    p = scores.view(-1, heads, rows, KEY_TILE)
+    peak = p.amax(-1)
+    factors = _running_maximum(peak, group)
+    p.sub_(peak.unsqueeze(-1)).exp_()
     sums = p.sum(-1)
-    rounded = p if q.dtype == torch.float32 else p.to(q.dtype).float()
-    weighted = _bmm(rounded.view(-1, rows, KEY_TILE), _key_tiles(v_rows, group, params))
-    weighted = weighted.view(pairs, heads, rows, params.head_dim)
-
-    first = group.active[0]
-    row_sum, acc = sums[:first], weighted[:first]
-    totals = _Totals(first, acc) if group.split_tiles is not None else None
-    begin, before = first, 0
-    for step in range(1, len(group.active)):
-        count = group.active[step]
-        start = group.split_starts[step]
-        if start is not None and totals is not None:
-            m = peak[before : before + count]
-            totals.put(start.fresh, m, row_sum, acc)
-            totals.merge(start.merge, m, row_sum, acc)
-        rescale = factor[begin - first : begin - first + count]
-        row_sum[:count].mul_(rescale).add_(sums[begin : begin + count])
-        acc[:count].mul_(rescale[..., None]).add_(weighted[begin : begin + count])
-        before, begin = begin, begin + count
-    m = peak.index_select(0, group.last_pair)
-    if totals is not None:
-        index = group.split_tiles
-        totals.merge(index, m, row_sum, acc)
-        m[index], row_sum[index], acc[index] = (
-            totals.m[index],
-            totals.row_sum[index],
-            totals.acc[index],
-        )
+    if q.dtype != torch.float32:
+        p.copy_(_scratch(group, "rounded", p.shape, q.dtype).copy_(p))
+    values = _key_tiles(v_rows, group, params)
+    weighted = _bmm(p.view(-1, rows, KEY_TILE), values, "weighted", group)
+    weighted = weighted.view(-1, heads, rows, params.head_dim)
+    m, row_sum, acc = _combine(peak, factors, sums, weighted, group)
+    m, row_sum = (x.reshape(-1).index_select(0, group.out_index) for x in (m, row_sum))
+    out = acc.view(-1, params.head_dim).index_select(0, group.out_index)
     # + 0.0: the sign of an exact zero would follow keys that the row does not see.
-    return acc.div_(row_sum[..., None]).add_(0.0), row_sum.log_().add_(m)
+    return out.div_(row_sum.unsqueeze(1)).add_(0.0), row_sum.log_().add_(m)
 
 
 def attention_ref(
@@ -167,24 +205,16 @@ def attention_ref(
         (out [T, Hq, D] in the dtype of q, lse [T, Hq] fp32).
     """
     params = plan.params
-    slots = query_slots(params.group, TILE_ROWS)
     shape = (plan.num_tokens, params.num_heads)
-    if plan.covered:
-        out = torch.empty(*shape, params.head_dim, dtype=q.dtype)
-        lse = torch.empty(shape)
-    else:
-        out = torch.zeros(*shape, params.head_dim, dtype=q.dtype)
-        lse = torch.full(shape, float("-inf"))
-    filled = slots * params.group
+    if len(plan.groups) == 1 and plan.groups[0].out_rows is None:
+        out, lse = _attend(q, k_rows, v_rows, plan.groups[0], params)
+        return out.to(q.dtype).view(*shape, params.head_dim), lse.view(shape)
+    out = torch.zeros(*shape, params.head_dim, dtype=q.dtype)
+    lse = torch.full(shape, float("-inf"))
     for group in plan.groups:
         acc, sums = _attend(q, k_rows, v_rows, group, params)
-        split = (-1, params.num_kv_heads, slots, params.group)
-        acc = acc[:, :, :filled].unflatten(2, split[2:]).transpose(1, 2)
-        sums = sums[:, :, :filled].reshape(split).transpose(1, 2)
-        acc = acc.reshape(-1, params.num_heads, params.head_dim)
-        out.index_copy_(0, group.out_rows, acc.index_select(0, group.out_slots).to(q.dtype))
-        sums = sums.reshape(-1, params.num_heads)
-        lse.index_copy_(0, group.out_rows, sums.index_select(0, group.out_slots))
+        out.index_copy_(0, group.out_rows, acc.to(q.dtype).view(-1, *out.shape[1:]))
+        lse.index_copy_(0, group.out_rows, sums.view(-1, params.num_heads))
     return out, lse
 
 

@@ -1,8 +1,8 @@
 """Attention in Triton: one binary for prefill, chunks and decode, for packed and paged keys.
 
 A program holds BLOCK_ROWS rows: the heads of a group at SLOTS positions, tiles beginning at
-multiples of SLOTS. It walks one key split in ascending tiles of 64. Where a tile of queries has more
-than one split, partial results go through memory and `_attention_merge_kernel` adds them in
+multiples of SLOTS. It walks one key split in ascending tiles of 64. Where a tile of queries has
+more than one split, partial results go through memory and `_attention_merge_kernel` adds them in
 ascending order; how many splits are in flight moves no bit.
 
 Reductions over keys use `tl.max` and `tl.sum`: every phase runs the same binary, so their order is

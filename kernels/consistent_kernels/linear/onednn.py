@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from consistent_kernels.errors import UnsupportedError
@@ -10,6 +12,7 @@ from consistent_kernels.linear.reference import linear_ref
 from consistent_kernels.linear.tiles import linear_by_calls
 
 
+@functools.cache
 def native_bf16() -> str | None:
     """Return this CPU's bf16 dot product, "amx" or "avx512_bf16", or None where it is emulated."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -51,22 +52,25 @@ def _multiply_blocks(
     out.view(x.shape[0], count, TILE_COLUMNS).copy_(product.transpose(0, 1))
 
 
-def row_calls(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of calls that cover `rows` rows, the last one possibly beyond the end.
+@functools.lru_cache(maxsize=4096)
+def row_calls(rows: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return (start, size) of calls that cover `rows` rows, the last one possibly beyond the end.
 
     Args:
         rows: number of rows.
         sizes: allowed rows of a call, ascending, TILE_ROWS among them.
     """
     start = 0
+    calls = []
     while start < rows:
         rest = rows - start
         if rest <= TILE_ROWS:
             size = min(size for size in sizes if size >= rest)
         else:
             size = max(size for size in sizes if size <= rest)
-        yield start, size
+        calls.append((start, size))
         start += size
+    return tuple(calls)
 
 
 def linear_by_calls(
@@ -75,7 +79,7 @@ def linear_by_calls(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     *,
-    sizes: Sequence[int],
+    sizes: tuple[int, ...],
     multiply: Multiply,
 ) -> torch.Tensor:
     """y = round(x W^T + b) by calls of `multiply` on the row counts in `sizes`.
@@ -89,14 +93,18 @@ def linear_by_calls(
         [T, N] in `out_dtype`, contiguous.
     """
     rows, inner = x.shape
-    calls = list(row_calls(rows, sizes))
+    calls = row_calls(rows, sizes)
     padded = calls[-1][0] + calls[-1][1] if calls else 0
-    staged = x.to(weight.dtype).contiguous()
-    if padded != rows:
+    if padded == rows:
+        staged = x.to(weight.dtype).contiguous()
+    else:
         staged = torch.zeros((padded, inner), dtype=weight.dtype, device=x.device)
         staged[:rows] = x
     out = torch.empty((padded, weight.shape[0]), dtype=out_dtype, device=x.device)
-    for start, size in calls:
-        part = slice(start, start + size)
-        multiply(staged[part], weight, bias, out[part])
-    return out[:rows]
+    if len(calls) == 1:
+        multiply(staged, weight, bias, out)
+    else:
+        for start, size in calls:
+            part = slice(start, start + size)
+            multiply(staged[part], weight, bias, out[part])
+    return out if padded == rows else out[:rows]

@@ -18,7 +18,16 @@ _MOVES = frozenset(
     {
         # Views, copies and allocation: no arithmetic.
         *("alias", "as_strided", "cat", "clone", "copy", "copy_", "detach", "empty", "empty_like"),
-        *("empty_strided", "expand", "narrow", "new_empty", "permute", "reshape", "select", "slice"),
+        *(
+            "empty_strided",
+            "expand",
+            "narrow",
+            "new_empty",
+            "permute",
+            "reshape",
+            "select",
+            "slice",
+        ),
         *("slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose"),
         *("unbind", "unsqueeze", "unsafe_split", "view", "_unsafe_view", "contiguous", "flatten"),
         *("chunk", "unflatten", "size", "empty_permuted", "zeros", "full", "zero_", "index_select"),

@@ -21,7 +21,13 @@ def register() -> None:
         UnsupportedError: vLLM is not a supported version.
         ConfigurationError: the switch has a value that is neither on nor off.
     """
-    if _REGISTERED or not env.enabled():
+    if not env.enabled():
+        return
+    from vllm_consistent import patches
+
+    if _REGISTERED:
+        # vLLM's engine arguments may have been imported since.
+        patches.apply_front_end()
         return
     import vllm
 

@@ -12,7 +12,7 @@ from consistent_kernels import counters
 from consistent_kernels.contract import Contract
 from consistent_kernels.errors import StaleWeightsError
 from consistent_kernels.protocol.weights import WeightReceipt, state_digest
-from vllm_consistent import env, patches, plugin
+from vllm_consistent import patches, plugin
 from vllm_consistent.attention.backend import ConsistentAttentionBackend
 from vllm_consistent.contracts import attached
 from vllm_consistent.layers.registry import LAYERS
@@ -63,7 +63,7 @@ def build_report(worker: Any) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "requested": env.enabled(),
+        "requested": worker.requested,
         "registered": plugin.is_registered(),
         "contract": contract.to_dict() if contract else None,
         "digest": contract.digest if contract else None,

@@ -17,6 +17,7 @@ from consistent_kernels.contract import check_same
 from consistent_kernels.errors import ConfigurationError
 from consistent_kernels.model_facts import model_facts
 from consistent_kernels.resolve import resolve_contract
+from vllm_consistent import env
 from vllm_consistent.contracts import attached
 from vllm_consistent.layers.registry import register_layers
 from vllm_consistent.reporting import build_receipt, build_report
@@ -64,6 +65,10 @@ class ConsistencyWorkerExtension:
         self.served_weights.finish(version)
         return self.weight_receipt()
 
+    def stale_reason(self) -> str | None:
+        """Return why rollouts are refused now, or None."""
+        return self.served_weights.stale
+
     def weight_receipt(self) -> dict[str, Any]:
         """Return version and digests of the weights served, by Hugging Face name.
 
@@ -75,8 +80,10 @@ class ConsistencyWorkerExtension:
 
 class _ConsistentWorkerMixin:
     served_weights: ServedWeights
+    requested: bool
 
     def load_model(self, **kwargs: Any) -> None:
+        self.requested = env.enabled()
         self._check_contract()
         super().load_model(**kwargs)
         self._adopt_runner()

@@ -181,6 +181,8 @@ def test_refuses_a_rollout_on_weights_loaded_past_the_update(llama: Any) -> None
     llama.llm.collective_rpc(load_past_update, args=(weights,))
     with pytest.raises(StaleWeightsError, match="past update_weights_in_place"):
         llama.weight_receipt()
+    with pytest.raises(StaleWeightsError, match="rollout refused"):
+        sample(llama)
     llama.llm.collective_rpc("serve_loaded_weights", kwargs={"version": 9})
     llama.reset_prefix_cache()
     assert llama.weight_receipt()["version"] == 9

@@ -28,7 +28,7 @@ QUICK_START: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 29,
     "disable_log_stats": True,
 }
-"""Engine arguments that make a small engine start fast; a caller's own values win."""
+"""Engine arguments that make a small CPU engine start fast; a caller's own values win."""
 
 _ADVICE = (
     "Install vllm-consistent into the engine's environment and set VLLM_CONSISTENT=1 before vLLM "
@@ -121,11 +121,13 @@ class ConsistentEngine:
     def __init__(self, model: str, *, contract: Contract | None = None, **engine_args: Any) -> None:
         env.set_enabled(True)
         env.keep_engine_in_process()
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
         # vLLM may have loaded its plugins before the switch was on.
         plugin.register()
-        from vllm import LLM
-
-        self.llm = LLM(model=str(model), **{**QUICK_START, **engine_args})
+        defaults = QUICK_START if current_platform.is_cpu() else {}
+        self.llm = LLM(model=str(model), **{**defaults, **engine_args})
         self.contract = verify_reports(self.reports(), contract)
 
     def reports(self) -> list[dict[str, Any] | None]:
@@ -160,6 +162,7 @@ class ConsistentEngine:
         every = params if isinstance(params, Sequence) else [params]
         if any(item.logprobs is None for item in every):
             raise invalid("generate_with_logprobs", "params.logprobs", "at least 0", None)
+        self._refuse_stale()
         requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [
@@ -181,6 +184,7 @@ class ConsistentEngine:
 
         if not sequences:
             raise invalid("score", "sequences", "at least one", "an empty list")
+        self._refuse_stale()
         # vLLM scores a prompt only on the way to a token; that token is thrown away.
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, temperature=temperature, detokenize=False
@@ -231,6 +235,12 @@ class ConsistentEngine:
                 "the prefix cache could not be reset: requests are running. Finish or abort them; "
                 "rollouts that would read old pages are refused"
             )
+
+    def _refuse_stale(self) -> None:
+        # The worker refuses too, but only once requests are queued, and then they stay there.
+        reasons = [reason for reason in self.llm.collective_rpc("stale_reason") if reason]
+        if reasons:
+            raise StaleWeightsError(f"rollout refused: {reasons[0]}")
 
     def weight_receipt(self) -> dict[str, Any]:
         """Return version and digests of the weights served now."""

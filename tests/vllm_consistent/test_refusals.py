@@ -1,0 +1,159 @@
+"""Every refusal comes from the front end, by name, and all of them in one error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistent_kernels.errors import ConfigurationError
+from vllm_consistent import contracts, env, plugin
+from vllm_consistent.refusals import EXTENSION, WORKERS
+
+COMMON = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 256}
+
+
+@pytest.fixture
+def configure(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Return a function that builds a VllmConfig as the front end does."""
+    monkeypatch.setenv(env.SWITCH, "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    plugin.register()
+    from vllm.engine.arg_utils import EngineArgs
+
+    def build(model: Path | None = None, **arguments: Any) -> Any:
+        folder = model or checkpoints("llama")
+        return EngineArgs(model=str(folder), **{**COMMON, **arguments}).create_engine_config()
+
+    return build
+
+
+def edited(source: Path, folder: Path, **changes: Any) -> Path:
+    config = json.loads((source / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_good_configuration_carries_contract_worker_and_eager(configure: Any) -> None:
+    config = configure()
+    contract = contracts.attached(config)
+    assert config.additional_config[contracts.KEY]["digest"] == contract.digest
+    assert config.parallel_config.worker_cls == WORKERS["cpu"]
+    assert config.parallel_config.worker_extension_cls == EXTENSION
+    assert config.model_config.enforce_eager
+    assert contract.model["architecture"] == "LlamaForCausalLM"
+
+
+def test_compile_cache_key_sees_the_digest(configure: Any) -> None:
+    config = configure()
+    before = config.compute_hash()
+    config.additional_config[contracts.KEY] = {"digest": "0" * 64, "contract": "{}"}
+    other = config.compute_hash()
+    config.additional_config = {}
+    assert len({before, other, config.compute_hash()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"enable_lora": True}, "LoRA is not supported"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding is not supported",
+        ),
+        ({"disable_cascade_attn": False}, "cascade attention is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not supported"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits' is not supported"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds is not supported"),
+        ({"dtype": "float32"}, "dtype float32 is not supported"),
+        ({"dtype": "float16"}, "dtype float16 is not supported"),
+        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker_cls=.* is not supported"),
+        ({"worker_extension_cls": "builtins.object"}, "must derive from vllm_consistent"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN is not supported"),
+        ({"block_size": 24}, "block_size=24 must be a multiple of 16"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size is not supported"),
+        ({"cpu_offload_gb": 1}, "weight offloading is not supported"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+    ],
+)
+def test_rejects(configure: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        configure(**arguments)
+    assert len(caught.value.violations) == 1, caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("VLLM_BATCH_INVARIANT", "1", "VLLM_BATCH_INVARIANT=1 replaces PyTorch operators"),
+        ("VLLM_USE_FLASHINFER_SAMPLER", "1", "VLLM_USE_FLASHINFER_SAMPLER=1 is not supported"),
+    ],
+)
+def test_rejects_an_environment(
+    configure: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=text):
+        configure()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "is unknown; supported: LlamaForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"]}, "is unknown; supported: LlamaForCausalLM"),
+        ({"head_dim": 32}, "head_dim 32 is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type.*dynamic|dynamic.*not supported",
+        ),
+    ],
+)
+def test_rejects_a_model(
+    configure: Any,
+    checkpoints: Callable[[str], Path],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    text: str,
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        configure(edited(checkpoints("llama"), tmp_path, **changes))
+
+
+def test_all_violations_come_in_one_error(configure: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        configure(
+            tensor_parallel_size=2,
+            dtype="float16",
+            enable_lora=True,
+            logprobs_mode="raw_logits",
+            block_size=24,
+        )
+    assert len(caught.value.violations) == 5
+    assert "refused for 5 reason(s)" in str(caught.value)
+
+
+def test_a_vllm_error_stays_a_vllm_error(configure: Any) -> None:
+    with pytest.raises(ValueError, match="max_model_len") as caught:
+        configure(max_model_len=1 << 20)
+    assert not isinstance(caught.value, ConfigurationError)
+
+
+def test_layers_refuse_to_be_built_without_a_contract() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with (
+        set_current_vllm_config(VllmConfig()),
+        pytest.raises(ConfigurationError, match="rms_norm is built without a contract"),
+    ):
+        contracts.current_contract("rms_norm")

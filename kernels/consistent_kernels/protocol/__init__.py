@@ -1,6 +1,11 @@
 """What engine and trainer exchange: mismatch reports, weight digests and receipts, reports."""
 
 from consistent_kernels.protocol.mismatch import MismatchReport, TokenMismatch, compare_logprobs
+from consistent_kernels.protocol.report import (
+    ConsistencyReport,
+    check_reports,
+    environment_facts,
+)
 from consistent_kernels.protocol.weights import (
     TensorDigest,
     WeightDigest,
@@ -11,13 +16,16 @@ from consistent_kernels.protocol.weights import (
 )
 
 __all__ = [
+    "ConsistencyReport",
     "MismatchReport",
     "TensorDigest",
     "TokenMismatch",
     "WeightDigest",
     "WeightReceipt",
     "check_receipt",
+    "check_reports",
     "compare_logprobs",
+    "environment_facts",
     "state_digest",
     "tensor_digest",
 ]

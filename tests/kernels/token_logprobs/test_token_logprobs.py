@@ -399,3 +399,20 @@ def test_token_logprobs_rejects_bad_inputs() -> None:
         token_logprobs(torch.zeros(2, 4), torch.zeros(8, 5), ids, **options)
     with pytest.raises(UnsupportedError, match="impl 'cuda' is not supported"):
         token_logprobs_from_logits(logits, ids, temperature=1.0, impl="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="9 GB of logits on a CUDA device")
+def test_token_logprobs_beyond_int32_offsets() -> None:
+    vocab, rows = 151936, 14200
+    assert rows * vocab > 2**31
+    few = peaked_logits(9, vocab, seed=40, device="cuda")
+    ids = ids_for(9, vocab, seed=41, device="cuda")
+    options = {"temperature": 0.7, "impl": "triton"}
+    expected = token_logprobs_from_logits(few, ids, **options)
+    logits = torch.zeros(rows, vocab, device="cuda")
+    logits[-9:] = few
+    many = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    many[-9:] = ids
+    result = token_logprobs_from_logits(logits, many, **options)
+    assert_same(TokenLogprobs(*(part[-9:] for part in result)), expected)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from vllm_consistent.cli import exit_codes
@@ -52,7 +53,7 @@ def test_help_does_not_import_torch_or_vllm() -> None:
         (["--temperature", 0], "--temperature must be a finite number above 0"),
         (["--model", "/absent"], "--model must be"),
         (["--data", "/absent"], "--data must be an existing file"),
-        (["--steps", "many"], "not a valid integer"),
+        (["--steps", "many"], "integer"),
         (["--unknown"], "No such option"),
     ],
 )
@@ -93,6 +94,28 @@ def test_rejects_a_model_folder_that_lacks_a_part(
     result = invoke("--out", tmp_path / "out", "--model", folder)
     assert result.exit_code == exit_codes.USAGE
     assert "without" in result.output
+
+
+def test_rejects_nan_weights_by_name(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    result = invoke("--out", tmp_path / "out", "--model", folder)
+    assert result.exit_code == exit_codes.USAGE
+    assert "model.norm.weight" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_rejects_damaged_weights(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    result = invoke("--out", tmp_path / "out", "--model", folder)
+    assert result.exit_code == exit_codes.USAGE
+    assert "readable weights" in result.output
 
 
 def test_rejects_an_unknown_architecture(tmp_path: Path, tiny_checkpoint: Path) -> None:
@@ -156,3 +179,16 @@ def test_interruption_before_the_start_ends_with_130(
 
     monkeypatch.setattr(command, "_run", interrupted)
     assert invoke("--out", tmp_path / "out").exit_code == exit_codes.INTERRUPTED
+
+
+def test_explicit_options_are_told_from_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[frozenset[str]] = []
+
+    def remember(_: DemoOptions, explicit: frozenset[str], **__: object) -> int:
+        seen.append(explicit)
+        return exit_codes.OK
+
+    monkeypatch.setattr(command, "_run", remember)
+    for arguments in ([], ["--samples", "4", "--no-baseline"]):
+        assert invoke(*arguments).exit_code == exit_codes.OK
+    assert seen == [frozenset(), frozenset({"samples", "baseline"})]

@@ -27,6 +27,12 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=600)
 
 
+def engine_log(out: Path) -> str:
+    """The end of the engine's messages, with the traceback of an unexpected error."""
+    log = out / "logs" / "engine.log"
+    return "\n".join(log.read_text().splitlines()[-30:]) if log.is_file() else "no engine log"
+
+
 def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -44,7 +50,7 @@ def assert_bit_equal(row: dict[str, Any]) -> None:
 def test_demo_is_bit_equal_and_stock_is_not(tmp_path: Path, tiny_checkpoint: Path) -> None:
     out = tmp_path / "out"
     done = run("--out", out, "--model", tiny_checkpoint, "--steps", 2, "--json", *SMALL)
-    assert done.returncode == exit_codes.OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr + engine_log(out)
     summary = json.loads(done.stdout)
     assert summary["status"] == "bit-equal"
     assert summary["mismatched_tokens"] == 0
@@ -78,12 +84,12 @@ def test_demo_interrupted_resumes_at_zero(tmp_path: Path, tiny_checkpoint: Path)
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == exit_codes.INTERRUPTED, errors
+    assert process.returncode == exit_codes.INTERRUPTED, errors + engine_log(out)
     done_before = len(rows_of(out))
-    assert done_before >= 1
+    assert done_before >= 1, errors + engine_log(out)
     assert "it was interrupted" in (out / "report.html").read_text()
     resumed = run("--resume", "--out", out, "--steps", done_before + 1)
-    assert resumed.returncode == exit_codes.OK, resumed.stderr
+    assert resumed.returncode == exit_codes.OK, resumed.stderr + engine_log(out)
     rows = rows_of(out)
     assert [row["training/global_step"] for row in rows] == list(range(done_before + 1))
     for row in rows:

@@ -34,6 +34,8 @@ def make_row(step: int, *, wrong: int = 0, stock: bool = True) -> Row:
         "timing_s/update_weights": 0.5,
         "timing_s/save_checkpoint": 1.5,
         "actor/grad_norm": 3.25,
+        "weights/version": step + 1,
+        "weights/digest": "0123456789abcdef",
     }
     if stock:
         row |= {
@@ -68,7 +70,7 @@ def make_summary(rows: list[Row], **changes: Any) -> dict[str, Any]:
         "throughput": {"consistent": 200.0, "stock": 50.0, "ratio": 4.0},
         "contract": {"name": "dense_bf16_v1", "digest": "ab" * 32},
         "model": {"name": "Tiny <model>", "folder": "/models/tiny", "fingerprint": "cd" * 32},
-        "problems": "sums of two digits",
+        "problems": "small sums",
         "options": {
             "steps": len(rows),
             "prompts": 4,
@@ -138,7 +140,16 @@ def test_report_holds_six_charts_a_table_and_the_facts(page: tuple[str, Page]) -
     html, parsed = page
     text = " ".join(parsed.text)
     assert parsed.tags.count("svg") == 6
-    for fact in ("0 / 900", "189 / 192", "4.00 x", "dense_bf16_v1", "ab" * 32, "2.11.0", "3.25"):
+    for fact in (
+        "0 / 900",
+        "189 / 192",
+        "4.00 x",
+        "dense_bf16_v1",
+        "ab" * 32,
+        "2.11.0",
+        "3.25",
+        "v3 01234567",
+    ):
         assert fact in text, fact
     assert "All 900 log-probs of 3 step(s) are equal bit for bit." in text
     assert "Tiny &lt;model&gt;" in html

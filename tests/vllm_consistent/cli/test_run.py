@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from consistent_kernels.contract import Contract
 from vllm_consistent.cli import exit_codes
+from vllm_consistent.cli.demo import report
 from vllm_consistent.cli.demo.data import Arithmetic
 from vllm_consistent.cli.demo.display import Display
 from vllm_consistent.cli.demo.errors import CheckpointError, RunError
@@ -257,6 +259,22 @@ def test_interruption_keeps_finished_steps_and_resume_continues(world: Any, step
     assert [row["training/global_step"] for row in done.rows] == [0, 1, 2]
     assert done.rows[step]["true_on_policy/mismatched_tokens"] == 0
     assert world.stock.asked == [[0, 1, 2]], "the stock pair is measured once"
+
+
+def test_second_interruption_does_not_cut_off_the_report(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = report.build
+
+    def impatient(*arguments: Any) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return build(*arguments)
+
+    monkeypatch.setattr(report, "build", impatient)
+    done = world.start({1: KeyboardInterrupt()})
+    assert done.code == exit_codes.INTERRUPTED
+    assert len(done.rows) == 1
+    assert "it was interrupted" in done.report
 
 
 def test_resumed_run_equals_an_uninterrupted_one(world: Any, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from consistent_kernels.errors import ConsistencyError
 from vllm_consistent.cli import exit_codes
@@ -49,7 +48,7 @@ def demo(
             metavar="FILE",
             help='JSONL of {"prompt": text or chat messages, "answer": integer or text}. '
             "An integer is graded against the last number of the response, a text against its "
-            "last line. Default: sums of two digits.",
+            "last line. Default: sums of two one-digit numbers.",
         ),
     ] = None,
     out: Annotated[
@@ -123,7 +122,9 @@ def _interrupt(*_: object) -> None:
 def _explicit(ctx: typer.Context) -> frozenset[str]:
     """Return the options that the command line really gave, by their `DemoOptions` names."""
     given = {
-        name for name in ctx.params if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+        name
+        for name in ctx.params
+        if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT"
     }
     return frozenset("baseline" if name == "no_baseline" else name for name in given)
 
@@ -131,7 +132,7 @@ def _explicit(ctx: typer.Context) -> frozenset[str]:
 def default_out(resume: bool) -> Path:
     """Return a new folder named by the time, or with `resume` the newest run there is."""
     if resume:
-        earlier = sorted(RUNS.glob("demo-*/run.json"), key=lambda path: path.stat().st_mtime)
+        earlier = sorted(RUNS.glob("demo-*/run.json"))
         if earlier:
             return earlier[-1].parent
     return RUNS / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"

@@ -1,4 +1,4 @@
-"""Problems with an answer that can be checked: sums of two digits, or a JSONL file."""
+"""Problems with an answer that can be checked: small sums, or a JSONL file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProblemSource(Protocol):
 
 
 class Arithmetic:
-    """Sums of two digits, after one worked example: within reach of 135M parameters.
+    """Sums of two one-digit numbers after one worked example: within reach of 135M parameters.
 
     Without the example the model talks about adding and is right on one in fifteen; with it, about
     on every second, and most groups hold right and wrong samples, which is what GRPO learns from.
@@ -54,7 +54,7 @@ class Arithmetic:
 
     def describe(self) -> str:
         """Return one line for the report."""
-        return "sums of two digits, one worked example in the prompt"
+        return "sums of two one-digit numbers, one worked example in the prompt"
 
 
 def _sum_problem(a: int, b: int) -> Problem:

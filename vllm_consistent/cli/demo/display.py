@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import IO
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
@@ -14,6 +15,7 @@ from vllm_consistent.cli.demo.metrics import STOCK, Row
 from vllm_consistent.cli.demo.report import COLUMNS, has_stock, number, step_cells
 
 _PLAIN_WIDTH = 150
+_TERMINAL_COLUMNS = COLUMNS.index("grad norm") + 1
 
 
 class Display:
@@ -78,13 +80,18 @@ class Display:
 
     def table(self, rows: Sequence[Row]) -> None:
         """Print the table of all steps on the result stream."""
-        table = Table(title="Rollout against trainer, per step", header_style="bold")
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+        table = Table(
+            title="Rollout against trainer, per step",
+            header_style="bold",
+            box=SIMPLE,
+            padding=(0, 1),
+        )
+        for name in COLUMNS[:_TERMINAL_COLUMNS]:
+            table.add_column(name, justify="left" if name == "step" else "right")
         for row in rows:
-            table.add_row(*step_cells(row))
+            table.add_row(*step_cells(row)[:_TERMINAL_COLUMNS])
             if has_stock(row):
-                table.add_row(*step_cells(row, STOCK), style="yellow")
+                table.add_row(*step_cells(row, STOCK)[:_TERMINAL_COLUMNS], style="yellow")
         self._result.print(table)
 
     def result(self, text: str) -> None:

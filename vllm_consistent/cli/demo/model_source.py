@@ -45,11 +45,13 @@ def resolve_model(model: str, cache: Path, notify: Callable[[str], None]) -> Mod
         notify: told what takes long.
 
     Raises:
-        InvalidInputError: the folder lacks a file, or the bundled model's package is not installed.
+        InvalidInputError: the folder lacks a file, a weight is NaN or infinite, or the bundled
+            model's package is not installed.
     """
     if model != BUNDLED_MODEL:
         path = Path(model)
         _check_folder(path)
+        _check_weights(path)
         return ModelSource(path, path.resolve().name, fingerprint(path))
     path = _bundled(cache, notify)
     return ModelSource(path, "SmolLM2-135M-Instruct", fingerprint(path))
@@ -68,6 +70,28 @@ def _check_folder(path: Path) -> None:
             "a folder with config.json, *.safetensors and a tokenizer",
             f"{path} without {' and '.join(missing)}",
         )
+
+
+def _check_weights(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                bad = [
+                    name
+                    for name in tensors.keys()  # noqa: SIM118 (not a dict)
+                    if not tensors.get_tensor(name).isfinite().all()
+                ]
+        except SafetensorError as error:
+            raise invalid("demo", "--model", "readable weights", f"{file}: {error}") from error
+        if bad:
+            raise invalid(
+                "demo",
+                "--model",
+                "finite weights",
+                f"NaN or infinity in {len(bad)} tensor(s) of {file}: {', '.join(bad[:5])}",
+            )
 
 
 def fingerprint(path: Path) -> str:

@@ -138,7 +138,11 @@ class BridgedTrainer:
             StaleWeightsError: the engine does not prove that it has them.
         """
         receipt = push_weights(self.model, engine.engine.llm)
-        return {"weights/version": receipt.version, "weights/changed_values": self._changed}
+        return {
+            "weights/version": receipt.version,
+            "weights/digest": receipt.digest.total,
+            "weights/changed_values": self._changed,
+        }
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return masters, optimizer and random state as named tensors."""

@@ -26,7 +26,9 @@ COLUMNS = (
     "rollout tok/s",
     "train s",
     "grad norm",
+    "engine's weights",
 )
+_DIGEST_CHARS = 8
 
 
 def number(value: Any) -> str:
@@ -66,6 +68,9 @@ def step_cells(row: Row, prefix: str = "") -> list[str]:
         number(get("perf/rollout_tokens_per_s")),
         number(sum(trained)) if None not in trained else "",
         number(get("actor/grad_norm")),
+        f"v{get('weights/version')} {str(get('weights/digest'))[:_DIGEST_CHARS]}"
+        if get("weights/digest")
+        else "",
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,6 +119,7 @@ class DemoRun:
             self.display.steps(step, self.plan.options.steps)
             if not self._step(step, engine, trainer):
                 return exit_codes.MISMATCH
+        self.consistency = engine.consistency_report()
         return exit_codes.OK
 
     def finish(self, code: int, stopped_because: str | None) -> dict[str, Any]:
@@ -338,5 +341,21 @@ def run_demo(run: DemoRun, backends: Backends) -> tuple[int, dict[str, Any], Bas
     except Exception as error:
         # Whatever went wrong, the finished steps are reported; the caller shows the error.
         code, reason, stopped = exit_codes.FAILED, first_line(error), error
-    summary = run.finish(code, reason)
+    with _undisturbed():
+        summary = run.finish(code, reason)
     return code, summary, stopped
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let a second Ctrl-C not cut off the report, which takes seconds."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -22,7 +22,7 @@ SPEC = OpSpec(
         "temperature": "IEEE fp32 division; 0 (greedy) means 1",
         "masked": "ids >= valid_vocab and banned ids are -inf",
         "vocab_tile": VOCAB_TILE,
-        "tile": "m = max z, s = sum exp(z - m), fp32, halving tree",
+        "tile": "m = max z, s = sum exp(z - m), fp32, pairwise tree",
         "merge": "M = max m; S = sum of s * exp(m - M) over ascending tiles; M + log(S)",
         "entropy": "log(S) - W / S, W = sum exp(z - M) * (z - M) by the same tiles and merge",
         "smallest_delta": float_bits(SMALLEST_DELTA),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from typing import Any
@@ -44,6 +43,12 @@ class RopeParameters:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+    """Canonical JSON, by which an opaque op names its tables; `from_key` is the inverse.
+
+    A field, not a property: torch.compile cannot trace the JSON encoder.
+    """
+
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise UnsupportedError("rotary", f"rope_type {self.rope_type!r}", ROPE_TYPES)
@@ -60,17 +65,19 @@ class RopeParameters:
                 "Set original_max_position_embeddings in the model's rope_parameters",
             )
 
+        object.__setattr__(self, "key", json.dumps(self._numbers(), sort_keys=True))
+
+    def _numbers(self) -> dict[str, Scalar | float]:
+        numbers = dataclasses.asdict(self)
+        del numbers["key"]
+        return numbers
+
     def to_dict(self) -> dict[str, Scalar]:
         """Return flat JSON scalars, floats as fp32 bit patterns: the form a contract hashes."""
         return {
             name: float_bits(value) if isinstance(value, float) else value
-            for name, value in dataclasses.asdict(self).items()
+            for name, value in self._numbers().items()
         }
-
-    @functools.cached_property
-    def key(self) -> str:
-        """Canonical JSON, by which an opaque op names its tables; `from_key` is the inverse."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
     def from_key(cls, key: str) -> RopeParameters:

@@ -42,7 +42,7 @@ def _numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
     bits = ((bits ^ (bits >> 15)) * 2246822519) & 0xFFFFFFFF
     mantissa = ((bits >> 8) & 0xFF) - 127.5
     # Magnitudes over twelve powers of two: equal ones would often add without error.
-    return (mantissa * torch.exp2(-((bits >> 20) % 12).float())).bfloat16().float()
+    return (mantissa / (1 << ((bits >> 20) % 12))).bfloat16().float()
 
 
 @functools.cache

@@ -12,11 +12,12 @@ import dataclasses
 import torch
 
 from consistent_kernels.attention.parameters import AttentionParameters
-from consistent_kernels.attention.spec import KEY_TILE, TILE_ROWS, query_slots
+from consistent_kernels.attention.spec import KEY_TILE
+from consistent_kernels.attention.tile_shape import TileShape, narrow_shape, wide_shape
 from consistent_kernels.errors import invalid
 
-GROUP_BYTES = 12 << 20
-"""FP32 keys gathered at once: bounds memory and stays in cache. Moves no bits."""
+GROUP_BYTES = 6 << 20
+"""FP32 keys and scores held at once: bounds memory and stays in cache. Moves no bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +66,9 @@ class TileGroup:
     """Some query tiles, most steps first, and their pairs, step by step.
 
     Attributes:
-        query_index: [P * Hk * R] row of q as [T * Hq, D] of every GEMM row, slot * group + head;
-            any row where the slot is outside the batch or the GEMM row beyond the slots.
+        rows: R, rows of one GEMM.
+        query_index: [P * Hk * R] row of q as [T * Hq, D] of every GEMM row; any row where the slot
+            is outside the batch.
         out_rows: [n] rows of the output, ascending; None for all rows of q.
         out_index: [n * Hq] where [tiles * Hk * R] results hold them.
         key_rows: [P * 64] row of each key; a key that no valid slot sees points to one that is
@@ -79,6 +81,7 @@ class TileGroup:
         buffers: scratch of the reference, kept for the next layer.
     """
 
+    rows: int
     query_index: torch.Tensor
     out_rows: torch.Tensor | None
     out_index: torch.Tensor
@@ -166,25 +169,24 @@ def _split_starts(
 
 
 def _bias(
-    tiles: _Tiles, pair_tile: torch.Tensor, keys: torch.Tensor, params: AttentionParameters
+    tiles: _Tiles,
+    pair_tile: torch.Tensor,
+    keys: torch.Tensor,
+    shape: TileShape,
+    window: int | None,
 ) -> torch.Tensor:
-    group = params.group
-    slots = query_slots(group, TILE_ROWS)
-    position = tiles.first[pair_tile, None] + torch.arange(slots)
+    position = tiles.first[pair_tile, None] + torch.arange(shape.slots)
     key, query = keys[:, None, :], position[:, :, None]
     hidden = key > query
-    if params.sliding_window is not None:
-        hidden |= key <= query - params.sliding_window
+    if window is not None:
+        hidden |= key <= query - window
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    bias = bias.repeat_interleave(group, dim=1)
-    rows = tile_rows(params)
-    if rows > slots * group:
-        bias = torch.cat([bias, bias[:, -1:].expand(-1, rows - slots * group, -1)], dim=1)
-    return bias.reshape(-1, 1, rows * KEY_TILE)
+    slot, _ = shape.slot_and_head()
+    return bias.index_select(1, slot).view(-1, 1, shape.rows * KEY_TILE)
 
 
 def _head_rows(
-    rows: torch.Tensor, params: AttentionParameters
+    rows: torch.Tensor, shape: TileShape, params: AttentionParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where GEMM rows come from and where the heads of a slot are found.
 
@@ -194,15 +196,13 @@ def _head_rows(
     Returns:
         ([tiles, Hk, R] rows of q as [T * Hq, D], [tiles, slots, Hq] rows of [tiles * Hk * R]).
     """
-    tiles, slots = rows.shape
-    heads, group, count = params.num_kv_heads, params.group, tile_rows(params)
-    gemm_row = torch.arange(count).clamp_max(slots * group - 1)
-    head = torch.arange(heads)[:, None] * group + gemm_row % group
-    source = rows[:, gemm_row // group].view(tiles, 1, count) * params.num_heads + head
+    tiles, heads = rows.shape[0], params.num_kv_heads
+    slot, head = shape.slot_and_head()
+    q_head = torch.arange(heads)[:, None] * shape.group + head
+    source = rows[:, slot].view(tiles, 1, shape.rows) * params.num_heads + q_head
     kv_head = torch.arange(tiles)[:, None] * heads + torch.arange(heads)
-    row = torch.arange(slots)[:, None] * group + torch.arange(group)
-    place = kv_head.view(tiles, 1, heads, 1) * count + row.view(slots, 1, group)
-    return source, place.reshape(tiles, slots, params.num_heads)
+    place = kv_head.view(tiles, 1, heads, 1) * shape.rows + shape.row_of().unsqueeze(1)
+    return source, place.view(tiles, shape.slots, params.num_heads)
 
 
 def _group(
@@ -211,16 +211,17 @@ def _group(
     starts: torch.Tensor,
     row_of_position_0: torch.Tensor,
     params: AttentionParameters,
+    shape: TileShape,
     num_tokens: int,
 ) -> TileGroup:
-    slots = query_slots(params.group, TILE_ROWS)
+    slots = shape.slots
     lengths = layout.seq_lens[tiles.sequence]
     position = tiles.first[:, None] + torch.arange(slots)
     clamped = torch.minimum(
         torch.maximum(position, starts[tiles.sequence, None]), lengths[:, None] - 1
     )
     rows = clamped + row_of_position_0[tiles.sequence, None]
-    query_index, place = _head_rows(rows, params)
+    query_index, place = _head_rows(rows, shape, params)
     is_valid = clamped == position
     out_rows, order = rows[is_valid].sort()
 
@@ -243,11 +244,12 @@ def _group(
         readable = torch.maximum(readable, first_seen[pair_tile, None])
     split_starts, split_tiles = _split_starts(tiles, active, params.key_split)
     return TileGroup(
+        rows=shape.rows,
         query_index=query_index[pair_tile].view(-1),
         out_rows=None if out_rows.numel() == num_tokens else out_rows,
         out_index=place[is_valid][order].view(-1),
         key_rows=layout.rows(tiles.sequence[pair_tile], readable).reshape(-1),
-        bias=_bias(tiles, pair_tile, keys, params),
+        bias=_bias(tiles, pair_tile, keys, shape, params.sliding_window),
         active=active,
         split_starts=split_starts,
         last_pair=offsets[tiles.steps - 1] + torch.arange(tiles.steps.numel()),
@@ -255,18 +257,8 @@ def _group(
     )
 
 
-def tile_rows(params: AttentionParameters) -> int:
-    """Return the rows of one GEMM: slots * group, rounded up to a multiple of 8.
-
-    MKL splits the rows of a lone matrix among threads and takes other kernels for other remainders
-    of 8 (seen with 5, 6 and 7 rows); multiples of 8 keep one kernel.
-    """
-    rows = query_slots(params.group, TILE_ROWS) * params.group
-    return -(-rows // TILE_ROWS) * TILE_ROWS
-
-
-def _portions(tiles: _Tiles, params: AttentionParameters) -> list[slice]:
-    pair_bytes = KEY_TILE * params.num_kv_heads * params.head_dim * 4
+def _portions(tiles: _Tiles, shape: TileShape, params: AttentionParameters) -> list[slice]:
+    pair_bytes = 4 * KEY_TILE * params.num_kv_heads * (params.head_dim + shape.rows)
     budget = max(1, GROUP_BYTES // pair_bytes)
     portions, begin, pairs = [], 0, 0
     for index, steps in enumerate(tiles.steps.tolist()):
@@ -276,6 +268,22 @@ def _portions(tiles: _Tiles, params: AttentionParameters) -> list[slice]:
         pairs += steps
     portions.append(slice(begin, tiles.steps.numel()))
     return portions
+
+
+def _by_shape(
+    used: torch.Tensor, query_lens: torch.Tensor, params: AttentionParameters
+) -> list[tuple[TileShape, torch.Tensor]]:
+    """Return the tile shape of each sequence: wide where it has queries to fill half of one."""
+    narrow = narrow_shape(params.group)
+    longest = int(query_lens.max())
+    if longest <= narrow.slots:
+        return [(narrow, used)]
+    wide = wide_shape(params.group, params.head_dim)
+    if wide is None:
+        return [(narrow, used)]
+    is_long = query_lens[used] * 2 >= wide.slots
+    chosen = [(narrow, used[~is_long]), (wide, used[is_long])]
+    return [(shape, sequences) for shape, sequences in chosen if sequences.numel()]
 
 
 def build_plan(
@@ -314,15 +322,17 @@ def build_plan(
     if int(cu_seqlens_q[-1]) > num_tokens:
         raise invalid("attention", "cu_seqlens_q", f"at most {num_tokens}", int(cu_seqlens_q[-1]))
     used = is_used.nonzero().view(-1)
-    groups = []
+    groups: list[TileGroup] = []
     if with_tiles and used.numel():
-        slots = query_slots(params.group, TILE_ROWS)
-        tiles = _query_tiles(starts, seq_lens, used, slots, params.sliding_window)
         row_of_position_0 = row_begin - starts
-        groups = [
-            _group(tiles.take(portion), layout, starts, row_of_position_0, params, num_tokens)
-            for portion in _portions(tiles, params)
-        ]
+        for shape, chosen in _by_shape(used, query_lens, params):
+            tiles = _query_tiles(starts, seq_lens, chosen, shape.slots, params.sliding_window)
+            groups += [
+                _group(
+                    tiles.take(part), layout, starts, row_of_position_0, params, shape, num_tokens
+                )
+                for part in _portions(tiles, shape, params)
+            ]
     sequences = []
     if layout.first_key is not None:
         columns = (row_begin, query_lens, layout.first_key, seq_lens)

@@ -12,7 +12,7 @@ import threading
 import torch
 
 from consistent_kernels.attention.parameters import AttentionParameters
-from consistent_kernels.attention.plan import AttentionPlan, TileGroup, tile_rows
+from consistent_kernels.attention.plan import AttentionPlan, TileGroup
 from consistent_kernels.attention.spec import KEY_TILE
 
 LOWEST = torch.finfo(torch.float32).min
@@ -49,9 +49,9 @@ def _bmm(a: torch.Tensor, b: torch.Tensor, name: str, group: TileGroup) -> torch
 
 
 def _query_tiles(q: torch.Tensor, group: TileGroup, params: AttentionParameters) -> torch.Tensor:
-    """Gather queries as fp32 [pairs * Hk, R, D]; rows are slot * group + head."""
+    """Gather queries as fp32 [pairs * Hk, R, D]; one GEMM tile a pair and key head."""
     gathered = q.reshape(-1, params.head_dim).index_select(0, group.query_index)
-    return gathered.float().view(-1, tile_rows(params), params.head_dim)
+    return gathered.float().view(-1, group.rows, params.head_dim)
 
 
 def _key_tiles(rows: torch.Tensor, group: TileGroup, params: AttentionParameters) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _attend(
     params: AttentionParameters,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the fp32 (out [n * Hq, D], lse [n * Hq]) of a group of query tiles."""
-    heads, rows = params.num_kv_heads, tile_rows(params)
+    heads, rows = params.num_kv_heads, group.rows
     queries = _query_tiles(q, group, params)
     scores = _bmm(queries, _key_tiles(k_rows, group, params).transpose(1, 2), "scores", group)
     flat = scores.view(-1, heads, rows * KEY_TILE)

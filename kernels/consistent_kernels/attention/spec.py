@@ -31,6 +31,9 @@ SPEC = OpSpec(
 TILE_ROWS = 8
 """Reference: rows of one GEMM, slots of query positions times heads of a group (rounded up)."""
 
+WIDE_ROWS = 64
+"""Reference: narrow tiles are stacked up to so many rows, where a probe finds the same bits."""
+
 BLOCK_ROWS = 64
 """Triton: rows of one program. 64 rows in 4 warps take the same MMA instruction in all phases."""
 
@@ -52,7 +55,7 @@ def query_slots(group: int, rows: int) -> int:
 
 _SCHEDULES = {
     "reference": (
-        ("parameters.py", "plan.py", "reference.py"),
+        ("parameters.py", "tile_shape.py", "plan.py", "reference.py"),
         {"key_tile": KEY_TILE, "tile_rows": TILE_ROWS, "gemm": "fp32 torch.bmm, 2 or more tiles"},
     ),
     "triton": (

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKERS = {
-    "cpu": "vllm_consistent.worker.ConsistentCPUWorker",
-    "cuda": "vllm_consistent.worker.ConsistentGPUWorker",
+    "cpu": "vllm_consistent.worker_cpu.ConsistentCPUWorker",
+    "cuda": "vllm_consistent.worker_cuda.ConsistentGPUWorker",
 }
 EXTENSION = "vllm_consistent.worker.ConsistencyWorkerExtension"
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")

@@ -1,7 +1,7 @@
-"""Worker classes that serve a contract, and the calls that launcher, trainer and CLI make on them.
+"""What a worker that serves a contract does on any device, and the calls others make on it.
 
-The configuration hook selects the worker class (`parallel_config.worker_cls`) and the extension
-(`worker_extension_cls`). Importing this module registers our layers, in the worker only.
+The configuration hook selects the worker class of the device (in `worker_cpu.py`, `worker_cuda.py`)
+and the extension. Importing this module registers our layers, in the worker only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
 
 from consistent_kernels.contract import check_same
 from consistent_kernels.errors import ConfigurationError
@@ -78,7 +76,7 @@ class ConsistencyWorkerExtension:
         return build_receipt(self.served_weights, attached(self.vllm_config))
 
 
-class _ConsistentWorkerMixin:
+class ConsistentWorkerMixin:
     served_weights: ServedWeights
     requested: bool
 
@@ -115,35 +113,3 @@ class _ConsistentWorkerMixin:
 
     def _adopt_runner(self) -> None:
         raise AssertionError("the device's worker class decides")
-
-
-class ConsistentCPUWorker(_ConsistentWorkerMixin, CPUWorker):
-    """vLLM's CPU worker (V1 runner) with our sampler and weights."""
-
-    def _adopt_runner(self) -> None:
-        from vllm_consistent.runner.runner_v1 import ConsistentCPUModelRunner
-
-        self.model_runner.__class__ = ConsistentCPUModelRunner
-        self.model_runner.adopt()
-
-
-class ConsistentGPUWorker(_ConsistentWorkerMixin, Worker):
-    """vLLM's CUDA worker with our sampler and weights; V2 runner by default."""
-
-    def sleep(self, level: int = 1) -> None:
-        """As vLLM; level 2 discards the weights, so rollouts are refused until an update."""
-        if level == 2:
-            self.served_weights.mark_stale("sleep level 2 discarded the weights; load them again")
-        super().sleep(level)
-
-    def _adopt_runner(self) -> None:
-        if self.use_v2_model_runner:
-            from vllm_consistent.runner.runner_v2 import adopt
-
-            contract = attached(self.vllm_config)
-            adopt(self.model_runner, contract.implementation("token_logprobs"))
-            return
-        from vllm_consistent.runner.runner_v1 import ConsistentGPUModelRunner
-
-        self.model_runner.__class__ = ConsistentGPUModelRunner
-        self.model_runner.adopt()

@@ -132,7 +132,7 @@ class ConsistentAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, Hq, D], key and value [T, Hk, D], kv_cache [2, blocks, block, Hk, D]."""
+        """query [T, Hq, D], key and value [T, Hk, D], kv_cache [blocks, 2, block, Hk, D]."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("attention", "quantized output", ["bfloat16 output"])
         if attn_metadata is None:
@@ -140,7 +140,7 @@ class ConsistentAttentionImpl(AttentionImpl):
             return output.zero_()
         meta = attn_metadata
         tokens = meta.num_actual_tokens
-        k_cache, v_cache = kv_cache.unbind(0)
+        k_cache, v_cache = kv_cache.unbind(1)
         write_kv(
             key[:tokens],
             value[:tokens],
@@ -211,12 +211,12 @@ class ConsistentAttentionBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """[keys or values, block, position, head, dim]."""
+        """[block, keys or values, position, head, dim]: vLLM packs and pads by blocks."""
         if block_size % 16:
             raise InvalidInputError(
                 f"attention: block_size must be a multiple of 16, got {block_size}"
             )
-        return 2, num_blocks, block_size, num_kv_heads, head_size
+        return num_blocks, 2, block_size, num_kv_heads, head_size
 
     @staticmethod
     def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:

@@ -37,7 +37,7 @@ def draw_tokens(
     # right=True: a tile or token of no mass is never the first one above the target.
     tile = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
     before = torch.where(tile > 0, mass.gather(1, (tile - 1).clamp(min=0)), 0.0)
-    inside = tiles[torch.arange(rows), tile.squeeze(1)].double().cumsum(-1)
+    inside = tiles[torch.arange(rows, device=logits.device), tile.squeeze(1)].double().cumsum(-1)
     token = torch.searchsorted(inside, target - before, right=True)
     # Rounding may put the target at the very end of the tile: take its last token with mass.
     last = torch.searchsorted(inside, inside[:, -1:].contiguous()).clamp_(max=_TILE - 1)

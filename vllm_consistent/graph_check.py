@@ -64,6 +64,8 @@ def _operator(node: Node) -> str | None:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.name().split(".")[0] if "." in target.name() else target.name()
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", str(target))

@@ -6,12 +6,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from consistent_kernels.attention import (
-    AttentionParameters,
-    attention_paged,
-    plan_attention,
-    write_kv,
-)
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -22,6 +16,12 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from consistent_kernels.attention import (
+    AttentionParameters,
+    attention_paged,
+    plan_attention,
+    write_kv,
+)
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.model_facts import HEAD_DIMS
 from vllm_consistent.contracts import current_contract

@@ -33,11 +33,13 @@ def _scratch(
     if cached is not None and cached.dtype == dtype:
         return cached
     size = math.prod(shape)
-    buffer = getattr(_POOL, name, None)
-    if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
-        buffer = torch.empty(size, dtype=dtype)
-        setattr(_POOL, name, buffer)
-    group.buffers[name] = buffer[:size].view(shape)
+    # An engine under inference_mode and a trainer may share the process, and so this memory.
+    with torch.inference_mode(False):
+        buffer = getattr(_POOL, name, None)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = torch.empty(size, dtype=dtype)
+            setattr(_POOL, name, buffer)
+        group.buffers[name] = buffer[:size].view(shape)
     return group.buffers[name]
 
 

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from consistent_kernels.errors import ConfigurationError, invalid
 from train_bridge.modules import Bridged, Scoring
 from train_bridge.packing import PackedBatch, pack
+from train_bridge.weights import follow_optimizers, forget_gathered
 
 _SERVED_BY_THE_ENGINE = "the trainer has no KV cache; generate with the engine"
 _IGNORED = frozenset({"num_items_in_batch", "max_length_q", "max_length_k", "cache_position"})
@@ -137,7 +138,13 @@ class CausalLMForward(Bridged):
         """As in PyTorch; the weights count as changed."""
         result = super().load_state_dict(*args, **kwargs)
         self._bridge.version.bump()
+        forget_gathered(self)
         return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied or unpickled model is followed too.
+        super().__setstate__(state)
+        follow_optimizers(self)
 
     def _logits(
         self,

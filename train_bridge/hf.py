@@ -90,6 +90,11 @@ def bridge_state(model: nn.Module) -> BridgeState:
 
 
 def _new_state(model: nn.Module, device_type: str | None) -> BridgeState:
+    if is_sharded(model):
+        raise ConfigurationError(
+            ["it is sharded already; call bridge_model before fully_shard"],
+            f"model {type(model).__name__}",
+        )
     violations: list[str] = []
     facts: ModelFacts | None = None
     try:
@@ -127,8 +132,6 @@ def _model_violations(model: Any) -> list[str]:
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if dropout:
         violations.append(f"attention_dropout={dropout} is not supported; set it to 0")
-    if is_sharded(model):
-        violations.append("the model is sharded already; call bridge_model before fully_shard")
     dtypes = {p.dtype for p in model.parameters()} - set(_MASTER_DTYPES)
     if dtypes:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))

@@ -7,8 +7,6 @@ that FSDP2's hooks (which gather them around each module's forward) keep working
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from train_bridge.functions.ambient import isolated
@@ -32,11 +30,11 @@ _attention = isolated(AttentionFunction)
 _token_logprobs = isolated(TokenLogprobsFunction)
 
 
-@dataclasses.dataclass(frozen=True)
 class Scoring:
     """Which tokens to score from which rows of the hidden state.
 
-    Not a pytree: FSDP's input casting, which would round a temperature to bf16, passes it by.
+    A plain class: FSDP2 casts float tensors in pytrees and dataclasses, and would round a
+    temperature to bf16.
 
     Attributes:
         rows: [N] int64, rows of the hidden state, or None for all.
@@ -47,12 +45,21 @@ class Scoring:
         entropy: whether to compute it.
     """
 
-    rows: torch.Tensor | None
-    ids: torch.Tensor
-    temperature: float | torch.Tensor = 1.0
-    valid_vocab: int | None = None
-    banned: torch.Tensor | None = None
-    entropy: bool = True
+    def __init__(
+        self,
+        rows: torch.Tensor | None,
+        ids: torch.Tensor,
+        temperature: float | torch.Tensor = 1.0,
+        valid_vocab: int | None = None,
+        banned: torch.Tensor | None = None,
+        entropy: bool = True,
+    ) -> None:
+        self.rows = rows
+        self.ids = ids
+        self.temperature = temperature
+        self.valid_vocab = valid_vocab
+        self.banned = banned
+        self.entropy = entropy
 
 
 class Bridged:

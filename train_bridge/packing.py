@@ -32,11 +32,10 @@ class Kept:
         return _spread(values, self.index, self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
 class PackedBatch:
     """Real tokens of a batch, sequence after sequence; padding is never computed.
 
-    Not a pytree: FSDP's input casting passes it by.
+    A plain class: FSDP2 casts float tensors in pytrees and dataclasses that cross a layer's border.
 
     Attributes:
         ids: [T] int64.
@@ -48,13 +47,23 @@ class PackedBatch:
         plan: what attention computes once for all layers, where `planned` was called.
     """
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    cu_seqlens: torch.Tensor
-    offsets: tuple[int, ...]
-    index: torch.Tensor
-    shape: tuple[int, int]
-    plan: AttentionPlan | None = None
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        offsets: tuple[int, ...],
+        index: torch.Tensor,
+        shape: tuple[int, int],
+        plan: AttentionPlan | None = None,
+    ) -> None:
+        self.ids = ids
+        self.positions = positions
+        self.cu_seqlens = cu_seqlens
+        self.offsets = offsets
+        self.index = index
+        self.shape = shape
+        self.plan = plan
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +80,9 @@ class PackedBatch:
                 impl=impl,
                 cu_seqlens_k=self.cu_seqlens,
             )
-        return dataclasses.replace(self, plan=plan)
+        return PackedBatch(
+            self.ids, self.positions, self.cu_seqlens, self.offsets, self.index, self.shape, plan
+        )
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """Put [T, ...] back to [B, L, ...]; 0 where there was padding."""

@@ -55,6 +55,20 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for model in list(_FOLLOWED):
         if isinstance(model, Bridged) and any(id(p) in stepped for p in model.parameters()):
             model._bridge.version.bump()
+            forget_gathered(model)
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """Make FSDP2 gather every parameter again before its next use.
+
+    A scoring forward between backward and step leaves the root gathered, and the next forward would
+    then read it as it was before the step.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def weight_version(model: nn.Module) -> WeightVersion:

@@ -37,8 +37,7 @@ def _linear(
         return linear_onednn(x, weight, bias, out_dtype)
     from consistent_kernels.linear.triton import linear_fwd
 
-    rows = x if x.stride(-1) == 1 else x.contiguous()
-    return linear_fwd(rows, weight, bias, out_dtype)
+    return linear_fwd(x, weight, bias, out_dtype)
 
 
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")

@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.linear.spec import GROUP_ROWS, TritonTile
 from consistent_kernels.linear.triton_tiles import tile_for
 
 
-# Alignment is a condition that the launcher meets for every call, not a variant: each argument
-# that Triton specializes on always specializes alike. Without it, loads are two bytes wide.
+# The launcher aligns every argument that Triton specializes on: it always specializes alike.
 @triton.jit(do_not_specialize=["M"])
 def _linear_fwd_kernel(
     x_ptr,  # [M, K], row stride x_stride, a multiple of 16
@@ -58,18 +58,6 @@ def _linear_fwd_kernel(
     tl.store(y, accumulator.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    if x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0:
-        return x
-    rows, inner = x.shape
-    padded = x.new_empty((rows, -(-inner // 16) * 16))[:, :inner]
-    return padded.copy_(x)
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -82,12 +70,12 @@ def launch(
     columns = weight.shape[0]
     if not rows:
         return
-    weight, x = _aligned(weight), _aligned_rows(x)
+    weight, x = aligned(weight), aligned_rows(x)
     blocks = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     _linear_fwd_kernel[(blocks,)](
         x,
         weight,
-        _aligned(bias) if bias is not None else weight,
+        aligned(bias) if bias is not None else weight,
         y,
         rows,
         columns,

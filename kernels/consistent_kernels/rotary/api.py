@@ -58,7 +58,6 @@ def _rotary(
         return rotary_ref(positions, q, k, cos, sin)
     from consistent_kernels.rotary.triton import rotary_fwd
 
-    q, k = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k))
     return rotary_fwd(positions, q, k, cos, sin)
 
 

@@ -16,7 +16,7 @@ SPEC = OpSpec(
     },
 )
 
-NUM_WARPS = 4
+NUM_WARPS = 1
 
 _SCHEDULES = {
     "reference": (("reference.py", "tables.py"), {"form": "elementwise"}),

@@ -6,20 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.alignment import aligned_rows
 from consistent_kernels.rotary.spec import NUM_WARPS
 
 
+# The launcher aligns every argument that Triton specializes on: it always specializes alike.
 @triton.jit(
-    do_not_specialize=["q_stride", "k_stride", "num_q_heads", "num_k_heads", "max_position"],
-    do_not_specialize_on_alignment=[
-        "positions_ptr",
-        "q_ptr",
-        "k_ptr",
-        "cos_ptr",
-        "sin_ptr",
-        "q_out_ptr",
-        "k_out_ptr",
-    ],
+    do_not_specialize=["num_q_heads", "num_k_heads", "max_position"],
+    do_not_specialize_on_alignment=["positions_ptr"],
 )
 def _rotary_fwd_kernel(
     positions_ptr,  # [T]
@@ -75,22 +69,23 @@ def rotary_fwd(
     cos_table: torch.Tensor,
     sin_table: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; q [T, Hq, D] and k [T, Hk, D] have contiguous heads."""
+    """Launch the kernel; q [T, Hq, D] and k [T, Hk, D] may have strided rows."""
     tokens, num_q_heads, head_dim = q.shape
     num_k_heads, half = k.shape[1], cos_table.shape[1]
+    q_rows, k_rows = (aligned_rows(x.reshape(tokens, x.shape[1] * head_dim)) for x in (q, k))
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if tokens:
         _rotary_fwd_kernel[(tokens, num_q_heads + num_k_heads)](
             positions,
-            q,
-            k,
+            q_rows,
+            k_rows,
             cos_table,
             sin_table,
             q_out,
             k_out,
-            q.stride(0),
-            k.stride(0),
+            q_rows.stride(0),
+            k_rows.stride(0),
             num_q_heads,
             num_k_heads,
             cos_table.shape[0],

@@ -37,8 +37,6 @@ def _silu_and_mul(gate: torch.Tensor, up: torch.Tensor, impl: str) -> torch.Tens
         return silu_and_mul_ref(gate, up)
     from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
 
-    if gate.stride(-1) != 1 or up.stride(-1) != 1:
-        gate, up = gate.contiguous(), up.contiguous()
     return silu_and_mul_fwd(gate, up)
 
 

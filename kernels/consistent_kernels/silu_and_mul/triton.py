@@ -6,13 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.alignment import aligned_rows
 from consistent_kernels.silu_and_mul.spec import BLOCK, NUM_WARPS
 
 
-@triton.jit(
-    do_not_specialize=["gate_stride", "up_stride", "columns"],
-    do_not_specialize_on_alignment=["gate_ptr", "up_ptr", "y_ptr"],
-)
+# The launcher aligns every argument that Triton specializes on: it always specializes alike.
+@triton.jit
 def _silu_and_mul_fwd_kernel(
     gate_ptr,  # [T, I], row stride gate_stride
     up_ptr,  # [T, I], row stride up_stride
@@ -32,8 +31,9 @@ def _silu_and_mul_fwd_kernel(
 
 
 def silu_and_mul_fwd(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Launch the kernel; gate and up are [T, I] with unit column stride."""
+    """Launch the kernel; gate and up are [T, I]."""
     rows, columns = gate.shape
+    gate, up = aligned_rows(gate), aligned_rows(up)
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if rows:
         _silu_and_mul_fwd_kernel[(rows, triton.cdiv(columns, BLOCK))](

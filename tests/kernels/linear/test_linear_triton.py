@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from consistent_kernels.linear.spec import GROUP_ROWS, TILES_BY_ROWS, TritonTile
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
@@ -38,3 +39,15 @@ def test_linear_cross_compiles(arch: int, out: str, has_bias: bool, tile: Triton
         num_stages=tile.num_stages,
     )
     assert cubin.startswith(b"\x7fELF")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inner", [200, 576, 4096])
+def test_linear_tiles_give_equal_bits(inner: int) -> None:
+    from consistent_kernels.linear.triton_tiles import tiles_with_equal_bits
+
+    # A tile that fails here costs speed, not bits: it is never used.
+    device = torch.device("cuda", torch.cuda.current_device())
+    equal = tiles_with_equal_bits(inner, torch.bfloat16, device)
+    assert equal == {tile for _, tile in TILES_BY_ROWS}

@@ -18,10 +18,16 @@ def settings() -> tuple[bool, bool, bool]:
 
 def test_deterministic_gradients_are_on_inside_and_restored() -> None:
     before = settings()
-    with pytest.raises(KeyError), deterministic_gradients("cpu"):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        raise KeyError
+    inside = []
+
+    def fail() -> None:
+        with deterministic_gradients("cpu"):
+            inside.append(settings())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inside == [(True, False, False)]
     assert settings() == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from consistent_kernels import counters
 from consistent_kernels.contract import Contract
 from consistent_kernels.errors import StaleWeightsError
+from consistent_kernels.protocol.report import ConsistencyReport, environment_facts
 from consistent_kernels.protocol.weights import WeightReceipt, state_digest
 from vllm_consistent import patches, plugin
 from vllm_consistent.attention.backend import ConsistentAttentionBackend
@@ -47,12 +49,18 @@ def _computes(path: str, model: torch.nn.Module) -> bool:
     return type(model.get_submodule(parent)) not in LAYERS
 
 
-def build_report(worker: Any) -> dict[str, Any]:
-    """Return plain types: what was requested, what is installed, what served so far.
+def calls_since(baseline: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the live counters of this process, without what ran before the model was loaded."""
+    now = counters.snapshot()
+    calls = {
+        op: {impl: n - baseline.get(op, {}).get(impl, 0) for impl, n in by_impl.items()}
+        for op, by_impl in now.items()
+    }
+    return {op: {i: n for i, n in by_impl.items() if n} for op, by_impl in calls.items()}
 
-    Keys: requested, registered, contract, digest, runner, sampler, device, layers, attention,
-    foreign_layers, calls, patches, packages, weight_version, stale.
-    """
+
+def build_report(worker: Any) -> dict[str, Any]:
+    """Return this worker's `ConsistencyReport` as plain types: requested, installed, served."""
     contract = attached(worker.vllm_config)
     runner = worker.model_runner
     ours, attention, foreign = layer_census(runner.get_model())
@@ -62,23 +70,26 @@ def build_report(worker: Any) -> dict[str, Any]:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return {
-        "requested": worker.requested,
-        "registered": plugin.is_registered(),
-        "contract": contract.to_dict() if contract else None,
-        "digest": contract.digest if contract else None,
-        "runner": "V2" if worker.use_v2_model_runner else "V1",
-        "sampler": f"{type(runner.sampler).__module__}.{type(runner.sampler).__name__}",
-        "device": worker.device_config.device_type,
-        "layers": ours,
-        "attention": attention,
-        "foreign_layers": foreign,
-        "calls": counters.snapshot(),
-        "patches": patches.applied(),
-        "packages": packages,
-        "weight_version": worker.served_weights.version,
-        "stale": worker.served_weights.stale,
-    }
+    device = worker.device_config.device_type
+    return ConsistencyReport(
+        role=f"worker {worker.rank}",
+        requested=worker.requested,
+        registered=plugin.is_registered(),
+        contract=contract.to_dict() if contract else None,
+        digest=contract.digest if contract else None,
+        runner="V2" if worker.use_v2_model_runner else "V1",
+        sampler=f"{type(runner.sampler).__module__}.{type(runner.sampler).__name__}",
+        device=device,
+        layers=ours,
+        attention=attention,
+        foreign_layers=foreign,
+        calls=calls_since(worker.calls_before),
+        patches=patches.applied(),
+        packages=packages,
+        environment=environment_facts(device),
+        weight_version=worker.served_weights.version,
+        stale=worker.served_weights.stale,
+    ).to_dict()
 
 
 def build_receipt(served: ServedWeights, contract: Contract) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from consistent_kernels import counters
 from consistent_kernels.contract import check_same
 from consistent_kernels.errors import ConfigurationError
 from consistent_kernels.model_facts import model_facts
@@ -79,9 +80,11 @@ class ConsistencyWorkerExtension:
 class ConsistentWorkerMixin:
     served_weights: ServedWeights
     requested: bool
+    calls_before: dict[str, dict[str, int]]
 
     def load_model(self, **kwargs: Any) -> None:
         self.requested = env.enabled()
+        self.calls_before = counters.snapshot()
         self._check_contract()
         super().load_model(**kwargs)
         self._adopt_runner()

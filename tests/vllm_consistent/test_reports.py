@@ -73,7 +73,7 @@ def test_all_differences_come_in_one_error(engine: Any) -> None:
     with pytest.raises(ContractMismatchError) as caught:
         verify_reports([bad])
     text = str(caught.value)
-    for part in ("not registered", "model.norm: RMSNorm", "sampler.Sampler", "under way"):
+    for part in ("not installed", "model.norm: RMSNorm", "sampler.Sampler", "under way"):
         assert part in text
 
 

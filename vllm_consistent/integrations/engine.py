@@ -21,6 +21,7 @@ from consistent_kernels.errors import (
     StaleWeightsError,
     invalid,
 )
+from consistent_kernels.protocol.report import ConsistencyReport
 from vllm_consistent import env, plugin
 
 QUICK_START: dict[str, Any] = {
@@ -65,22 +66,17 @@ def report_violations(report: Mapping[str, Any] | None, contract: Contract | Non
     """
     if report is None:
         return [f"the worker has no consistency_report: the plugin is not loaded there. {_ADVICE}"]
-    found = []
-    for key in ("requested", "registered"):
-        if not report.get(key):
-            found.append(f"the plugin is not {key} in the worker. {_ADVICE}")
-    found.extend(f"layer outside the contract: {name}" for name in report["foreign_layers"])
-    if not report["layers"] or not report["attention"]:
+    account = ConsistencyReport.from_dict(report)
+    found = account.problems()
+    if not (account.requested and account.registered):
+        found.append(_ADVICE)
+    if not account.layers or not account.attention:
         found.append("the worker's model has no consistent layers or no attention")
-    if not report["sampler"].startswith("vllm_consistent."):
-        found.append(f"log-probs come from {report['sampler']}")
-    if report["digest"] is None:
-        found.append("the worker serves no contract")
-    elif contract is not None and report["digest"] != contract.digest:
-        served = contract_from_dict(report["contract"])
+    if not (account.sampler or "").startswith("vllm_consistent."):
+        found.append(f"log-probs come from {account.sampler}")
+    if contract is not None and account.contract is not None and account.digest != contract.digest:
+        served = contract_from_dict(account.contract)
         found.extend(f"contract: {line} (served)" for line in differences(contract, served))
-    if report["stale"]:
-        found.append(f"weights: {report['stale']}")
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from consistent_kernels.token_logprobs import token_logprobs_from_logits
+from consistent_kernels.token_logprobs import token_logprobs_from_logits, topk_ids
 
 PROMPT_ROWS = 128
 """Prompt positions scored at once; a row's bits do not depend on it, memory does."""
@@ -18,12 +18,14 @@ def rank_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return (logits >= chosen).sum(-1)
 
 
-def candidates(logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
-    """Return [T, 1 + top] ids: the chosen one, then the `top` largest logits."""
+def candidates(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, top: int
+) -> torch.Tensor:
+    """Return [T, 1 + top] ids: the chosen one, then the `top` likeliest; the lower id wins ties."""
     chosen = ids.unsqueeze(-1)
     if top == 0:
         return chosen
-    return torch.cat((chosen, torch.topk(logits, top, dim=-1).indices), dim=1)
+    return torch.cat((chosen, topk_ids(logits, top, temperature=temperature)), dim=1)
 
 
 def score(
@@ -45,7 +47,7 @@ def score(
     Returns:
         (ids [T, 1 + top] int32, log-probs [T, 1 + top] fp32, rank [T]).
     """
-    wanted = candidates(logits, ids, top)
+    wanted = candidates(logits, ids, temperature, top)
     scored = token_logprobs_from_logits(
         logits, wanted, temperature=temperature, entropy=False, impl=impl
     )

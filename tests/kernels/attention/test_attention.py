@@ -174,7 +174,7 @@ def test_attention_window_counts_the_query(impl_device: tuple[str, str], window:
         count = min(t + 1, window)
         seen = (out[t, 0] != 0).nonzero().view(-1).tolist()
         assert seen == list(range(t + 1 - count, t + 1))
-        assert abs(float(lse[t, 0]) - torch.tensor(float(count)).log().item()) < 1e-6
+        assert abs(float(lse[t, 0]) - torch.tensor(float(count)).log().item()) < 4e-6
 
 
 def test_attention_zero_output_is_positive(impl_device: tuple[str, str]) -> None:

@@ -3,6 +3,7 @@
 from consistent_kernels.protocol import MismatchReport, compare_logprobs
 from train_bridge.hf import bridge_model, unbridge_model
 from train_bridge.logprobs import TokenScores, token_logprobs
+from train_bridge.reporting import consistency_report
 from train_bridge.weights import push_weights, weight_version
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "TokenScores",
     "bridge_model",
     "compare_logprobs",
+    "consistency_report",
     "push_weights",
     "token_logprobs",
     "unbridge_model",

@@ -8,12 +8,20 @@ from importlib import metadata, resources
 import torch
 
 
-def source_sha256(op: str, *files: str) -> str:
-    """Return the SHA-256 over the named source files of `consistent_kernels.<op>`, in order."""
+def source_sha256(op: str, *files: str, shared: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 over an op's source files, in order.
+
+    Args:
+        op: folder in `consistent_kernels`.
+        files: files in that folder.
+        shared: files of `consistent_kernels` itself that the op's kernels are made of.
+    """
     digest = hashlib.sha256()
-    for name in files:
+    sources = [(f"consistent_kernels.{op}", name) for name in files]
+    sources += [("consistent_kernels", name) for name in shared]
+    for package, name in sources:
         digest.update(name.encode() + b"\0")
-        digest.update((resources.files(f"consistent_kernels.{op}") / name).read_bytes())
+        digest.update((resources.files(package) / name).read_bytes())
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Reductions in Triton whose order is written down.
 
 `tl.sum` adds in an order that follows the register layout, which follows element type, warps and
-shape. Adjacent pairs are the same additions in every layout.
+shape. A halving tree is the same additions in every layout.
 """
 
 import triton
@@ -9,21 +9,11 @@ import triton.language as tl
 
 
 @triton.jit
-def pair_tree_sum(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum a 1-D block of SIZE = 2**LEVELS values by adjacent pairs; returns a block of one."""
-    total = values
-    for level in tl.static_range(LEVELS):
-        left, right = tl.split(tl.reshape(total, (SIZE >> (level + 1), 2)))
-        total = left + right
-    return total
-
-
-@triton.jit
 def halving_tree_sum(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     """Sum a 1-D block of SIZE = 2**LEVELS values, first half plus second half; returns one value.
 
     The high bits of an element's index lie in one thread's registers, so most levels move no data
-    (adjacent pairs move all of it): for 1024 values a twentieth of the shared-memory loads.
+    (adjacent pairs would move all of it: twenty times the shared-memory loads for 1024 values).
     """
     total = values
     for level in tl.static_range(LEVELS):

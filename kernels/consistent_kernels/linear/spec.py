@@ -72,7 +72,9 @@ def choose(device_type: str) -> str:
 
 def program(impl: str) -> Program:
     """Return the program of `impl` ("reference", "onednn" or "triton")."""
-    return Program(impl, source_sha256("linear", "spec.py", *_FILES[impl]), _schedule(impl))
+    shared = ("alignment.py",) if impl == "triton" else ()
+    source = source_sha256("linear", "spec.py", *_FILES[impl], shared=shared)
+    return Program(impl, source, _schedule(impl))
 
 
 def _schedule(impl: str) -> dict[str, Scalar]:

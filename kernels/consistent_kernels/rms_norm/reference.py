@@ -5,17 +5,23 @@ from __future__ import annotations
 import torch
 
 
-def _mean_of_squares(x: torch.Tensor) -> torch.Tensor:
-    # An explicit halving tree: the order of a library sum may follow the number of rows.
+def _rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) of fp32 rows, [..., 1].
+
+    An explicit halving tree: the order of a library sum may follow the number of rows. Zero padding
+    to a power of two is left out, for adding zero to a square changes nothing.
+    """
     size = x.shape[-1]
-    padded = 1 << (size - 1).bit_length()
+    half = 1 << (size - 1).bit_length() >> 1
     total = x * x
-    if padded != size:
-        total = torch.nn.functional.pad(total, (0, padded - size))
-    while padded > 1:
-        padded //= 2
-        total = total[..., :padded] + total[..., padded:]
-    return total / size
+    if 0 < half < size < 2 * half:
+        total[..., : size - half].add_(total[..., half:])
+        total = total[..., :half]
+        half //= 2
+    while half:
+        total = total[..., :half] + total[..., half:]
+        half //= 2
+    return total.div_(size).add_(eps).sqrt_().reciprocal_()
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -30,8 +36,7 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
         [..., H] in the dtype of x.
     """
     x32 = x.float()
-    rstd = 1.0 / torch.sqrt(_mean_of_squares(x32) + eps)
-    return (x32 * rstd * weight.float()).to(x.dtype)
+    return (x32 * _rstd(x32, eps)).mul_(weight.float()).to(x.dtype)
 
 
 def add_rms_norm_ref(
@@ -57,7 +62,7 @@ def rms_norm_bwd_ref(
         (grad_x [..., H] in the dtype of x, grad_weight [H] fp32).
     """
     x32, g32 = x.float(), grad_y.float()
-    rstd = 1.0 / torch.sqrt(_mean_of_squares(x32) + eps)
+    rstd = _rstd(x32, eps)
     normalized = x32 * rstd
     weighted = g32 * weight.float()
     dot = (weighted * normalized).mean(-1, keepdim=True)

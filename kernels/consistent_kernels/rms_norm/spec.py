@@ -20,8 +20,16 @@ NUM_WARPS = 4
 
 _SCHEDULES = {
     "reference": (("reference.py",), {"tree": "halving, zero-padded to a power of two"}),
-    "triton": (("triton.py",), {"tree": "adjacent pairs, zero-padded", "num_warps": NUM_WARPS}),
+    "triton": (
+        ("triton.py",),
+        {
+            "tree": "halving, zero-padded to a power of two",
+            "contraction": False,
+            "num_warps": NUM_WARPS,
+        },
+    ),
 }
+_SHARED = {"reference": (), "triton": ("triton_tree.py", "alignment.py")}
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)
 
@@ -29,4 +37,5 @@ IMPLEMENTATIONS = tuple(_SCHEDULES)
 def program(impl: str) -> Program:
     """Return the program of `impl` ("reference" or "triton")."""
     files, schedule = _SCHEDULES[impl]
-    return Program(impl, source_sha256("rms_norm", "spec.py", *files), schedule)
+    source = source_sha256("rms_norm", "spec.py", *files, shared=_SHARED[impl])
+    return Program(impl, source, schedule)

@@ -6,14 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.rms_norm.spec import NUM_WARPS
-from consistent_kernels.triton_tree import pair_tree_sum
+from consistent_kernels.triton_tree import halving_tree_sum
 
 
-@triton.jit(
-    do_not_specialize=["x_stride", "residual_stride", "eps"],
-    do_not_specialize_on_alignment=["x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "sum_ptr"],
-)
+# The launcher aligns every argument that Triton specializes on: it always specializes alike.
+@triton.jit(do_not_specialize=["eps"])
 def _rms_norm_fwd_kernel(
     x_ptr,  # [rows, H], row stride x_stride
     residual_ptr,  # [rows, H] or unused
@@ -37,7 +36,7 @@ def _rms_norm_fwd_kernel(
         total = (x + residual.to(tl.float32)).to(y_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * H + columns, total, mask=inside)
         x = total.to(tl.float32)
-    square_sum = pair_tree_sum(x * x, BLOCK, LEVELS)
+    square_sum = halving_tree_sum(x * x, BLOCK, LEVELS)
     mean = tl.div_rn(square_sum, tl.full((1,), H, tl.float32))
     rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -51,13 +50,15 @@ def rms_norm_fwd(
     """Launch the kernel on 2-D rows.
 
     Args:
-        x: [rows, H], unit column stride; residual: the same or None; weight: [H].
+        x: [rows, H]; residual: the same or None; weight: [H].
 
     Returns:
         (y [rows, H], s = round(x + residual) or None).
     """
     rows, size = x.shape
     block = triton.next_power_of_2(size)
+    x, weight = aligned_rows(x), aligned(weight)
+    residual = aligned_rows(residual) if residual is not None else None
     y = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if residual is not None else None
     if rows:
@@ -68,12 +69,14 @@ def rms_norm_fwd(
             y,
             total if total is not None else y,
             x.stride(0),
-            residual.stride(0) if residual is not None else 0,
+            residual.stride(0) if residual is not None else x.stride(0),
             eps,
             H=size,
             BLOCK=block,
             LEVELS=block.bit_length() - 1,
             HAS_RESIDUAL=residual is not None,
             num_warps=NUM_WARPS,
+            # A product folded into a sum would round differently with and without a residual.
+            enable_fp_fusion=False,
         )
     return y, total

@@ -29,4 +29,6 @@ IMPLEMENTATIONS = tuple(_SCHEDULES)
 def program(impl: str) -> Program:
     """Return the program of `impl` ("reference" or "triton")."""
     files, schedule = _SCHEDULES[impl]
-    return Program(impl, source_sha256("rotary", "spec.py", *files), schedule)
+    shared = ("alignment.py",) if impl == "triton" else ()
+    source = source_sha256("rotary", "spec.py", *files, shared=shared)
+    return Program(impl, source, schedule)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from consistent_kernels import counters
 from consistent_kernels.errors import ConfigurationError, ContractMismatchError
 from consistent_kernels.protocol.report import ConsistencyReport, check_reports
 from train_bridge import consistency_report, token_logprobs, weight_version
@@ -17,6 +18,7 @@ def as_worker(report: ConsistencyReport) -> ConsistencyReport:
 
 
 def test_report_of_a_bridged_model_has_no_problems(family: str, make_bridged: Callable) -> None:
+    counters.reset()  # they count for the whole process, other tests included
     model = make_bridged(family)
     token_logprobs(model, torch.arange(5, 25)[None])
     weight_version(model).bump()

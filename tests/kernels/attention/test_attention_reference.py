@@ -283,3 +283,13 @@ def test_attention_paged_rejects_bad_pages() -> None:
         write_kv(q[:, :3].half(), q[:, :3], pages, pages, lens, impl="reference")
     with pytest.raises(InvalidInputError, match="slot_mapping must be of length 1, got 2"):
         write_kv(q[:, :3], q[:, :3], pages, pages, lens.repeat(2), impl="reference")
+
+
+def test_attention_scratch_outlives_inference_mode() -> None:
+    # An engine under inference_mode and a trainer in one process share the scratch.
+    batch = make_batch(CASES["one-head"], *REFERENCE, lengths=(80,), seed=21)
+    with torch.inference_mode():
+        expected = batch.attend()
+    out, lse = batch.attend()
+    assert_bitwise_equal(out, expected[0].clone())
+    assert_bitwise_equal(lse, expected[1].clone())

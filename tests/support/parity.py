@@ -107,7 +107,7 @@ class ParityRelations:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
         # A fraction of the card, so that the classes can run side by side.
-        on_cuda = {"gpu_memory_utilization": 0.08} if cls.device == "cuda" else {}
+        on_cuda = {"gpu_memory_utilization": 0.3} if cls.device == "cuda" else {}
         engine = ConsistentEngine(
             str(checkpoint),
             dtype="bfloat16",

@@ -58,9 +58,14 @@ def run(folder: str) -> dict[str, Any]:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     model = worker.model_runner.get_model()
     config = llm.llm_engine.vllm_config
+    try:
+        llm.collective_rpc("consistency_report")
+    except (AttributeError, NotImplementedError) as error:
+        no_report = type(error).__name__
     return {
         "classes": sorted({f"{type(m).__module__}.{type(m).__name__}" for m in model.modules()}),
         "worker": type(worker).__name__,
+        "no_report": no_report,
         "runner": type(worker.model_runner).__name__,
         "sampler": type(worker.model_runner.sampler).__name__,
         "additional_config": config.additional_config,

@@ -1,8 +1,8 @@
 """Relations on the engine: what else is in the batch, and how a prompt is cut, moves no bit.
 
 R2 batch, R3 chunks, R4 prefix cache, R5 preemption, R7 sampled = re-scored, on tiny Llama, Qwen2
-and Qwen3 with peaked logits. Controls: the same comparison with one weight changed in its last bit,
-with another temperature, and with a batch-dependent kernel injected.
+and Qwen3 with peaked logits. Controls: another temperature, and each relation again with a fault
+injected that stock kernels have (another order of additions for other row counts).
 """
 
 from __future__ import annotations
@@ -215,18 +215,15 @@ def test_min_tokens_masks_the_draw_not_the_score(engine: Any) -> None:
     assert_bitwise_equal(samples[0].logprobs, rescored(engine, samples, 1.0)[0])
 
 
-def test_control_a_batch_dependent_gemm_is_seen(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [prompt(n) for n in LENGTHS]
-    good = sample(engine, prompts)
+@pytest.fixture
+def faulty(engines: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Llama with the fault of stock kernels: above 16 rows, K is added in two halves."""
     from vllm_consistent.layers import linear as layer
 
     stock = layer.linear
 
-    def split(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The fault of stock kernels: another order of additions for other row counts.
-        if x.shape[0] % 2:
+    def split_k(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.shape[0] <= 16:
             return stock(x, *args, **kwargs)
         half = x.shape[1] // 2
         low, high = x.clone(), x.clone()
@@ -234,12 +231,46 @@ def test_control_a_batch_dependent_gemm_is_seen(
         parts = [stock(part, *args, **kwargs).float() for part in (low, high)]
         return (parts[0] + parts[1]).to(x.dtype)
 
-    monkeypatch.setattr(layer, "linear", split)
+    engine = engines("llama")
+    monkeypatch.setattr(layer, "linear", split_k)
     engine.reset_prefix_cache()
-    even = sample(engine, prompts)
-    engine.reset_prefix_cache()
-    odd = sample(engine, prompts[:-1])
+    yield engine
     monkeypatch.undo()
     engine.reset_prefix_cache()
-    assert differ(even[:-1], odd) > 0
-    assert_same(sample(engine, prompts), good)
+
+
+def test_control_batch_sees_the_fault(faulty: Any) -> None:
+    alone = [sample(faulty, [prompt(n)])[0] for n in (15, 16)]
+    faulty.reset_prefix_cache()
+    assert differ(sample(faulty, [prompt(15), prompt(16)]), alone) > 0
+
+
+def test_control_chunks_see_the_fault(faulty: Any, engines: Callable[..., Any]) -> None:
+    chunked = engines(
+        "llama", max_num_batched_tokens=16, enable_chunked_prefill=True, max_num_seqs=8
+    )
+    chunked.reset_prefix_cache()
+    ours, theirs = chunked.score([prompt(129)])[0], faulty.score([prompt(129)])[0]
+    chunked.reset_prefix_cache()
+    assert not torch.equal(ours, theirs)
+
+
+def test_control_rescoring_sees_the_fault(faulty: Any) -> None:
+    samples = sample(faulty, [prompt(15)], max_tokens=16)
+    assert not torch.equal(samples[0].logprobs, rescored(faulty, samples, 1.0)[0])
+
+
+def test_control_prefix_sees_the_fault(faulty: Any) -> None:
+    whole = prompt(60, salt=3)
+    miss = sample(faulty, [whole])
+    faulty.reset_prefix_cache()
+    sample(faulty, [[*whole[:48], 5]])
+    assert differ(sample(faulty, [whole]), miss) > 0
+
+
+def test_control_preemption_sees_the_fault(faulty: Any, start_engine: Callable[..., Any]) -> None:
+    tight = start_engine(
+        "llama", num_gpu_blocks_override=14, max_model_len=160, enable_prefix_caching=False
+    )
+    prompts = [prompt(20, salt=i) for i in range(6)]
+    assert differ(sample(tight, prompts, max_tokens=60), sample(faulty, prompts, max_tokens=60)) > 0

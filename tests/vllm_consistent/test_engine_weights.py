@@ -138,6 +138,8 @@ def test_rejects_missing_unknown_and_misshapen_tensors(llama: Any) -> None:
         InvalidInputError, match=r"model\.norm\.weight must be \(192,\), got \(3,\)"
     ):
         llama.update_weights({**new, "model.norm.weight": torch.zeros(3)})
+    with pytest.raises(InvalidInputError, match="pass its path"):
+        llama.update_weights({**new, "model.norm.weight": [1.0] * 192})
     with pytest.raises(ConfigurationError, match="pass either weights or path"):
         llama.update_weights()
     with pytest.raises(ConfigurationError, match=r"no \.safetensors file at /nowhere"):

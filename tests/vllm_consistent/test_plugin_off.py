@@ -50,4 +50,6 @@ def test_off_is_stock_vllm(checkpoints: Callable[[str], Path]) -> None:
     assert not any("vllm_consistent" in name for name in stock["classes"])
     assert stock["worker"] == "CPUWorker"
     assert stock["sampler"] == "Sampler"
+    # A launcher that asks an engine without the plugin gets no report, which it must refuse.
+    assert stock["no_report"] in ("AttributeError", "NotImplementedError")
     assert stock["additional_config"] == {}

@@ -130,6 +130,12 @@ class ServedWeights:
     def _checked(self, pairs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         views = self.views()
         checked = dict(pairs)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in checked.values()):
+            raise InvalidInputError(
+                "weight update: tensors must be torch.Tensor; vLLM's RPC to another process turns "
+                "them into lists. Write a .safetensors file (in /dev/shm to stay in memory) and "
+                "pass its path"
+            )
         if self._tied and TIED_HEAD in checked:
             head = checked.pop(TIED_HEAD)
             body = checked.get(TIED_TO)

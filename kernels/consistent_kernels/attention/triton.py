@@ -138,7 +138,7 @@ def _attention_fwd_kernel(
     first_of_row = begin_tile // SPLIT_TILES
     last_of_row = tl.maximum(end_tile - 1, 0) // SPLIT_TILES
     split = first_split + tl.program_id(2)
-    if (first < end) & (split >= first_of_row) & (split <= last_of_row):
+    if (start < end) & (first < end) & (split >= first_of_row) & (split <= last_of_row):
         index = tl.arange(0, BLOCK_ROWS)
         position = first + index // GROUP
         valid = (position >= start) & (position < end) & (index < SLOTS * GROUP)
@@ -273,10 +273,8 @@ def _attention_merge_kernel(
             tl.store(carry_l_ptr + at, total)
 
 
-@triton.jit(
-    do_not_specialize=["k_stride", "v_stride", "page_size", "k_page_stride", "v_page_stride"],
-    do_not_specialize_on_alignment=["k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "slot_ptr"],
-)
+# A copy has the same bits in every form, so this kernel may specialize.
+@triton.jit
 def _write_kv_kernel(
     k_ptr,  # [T, Hk * D], row stride k_stride
     v_ptr,  # [T, Hk * D], row stride v_stride

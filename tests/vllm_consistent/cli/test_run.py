@@ -14,7 +14,7 @@ from torch import Tensor
 
 from consistent_kernels.contract import Contract
 from vllm_consistent.cli import exit_codes
-from vllm_consistent.cli.demo import report
+from vllm_consistent.cli.demo import metrics, report
 from vllm_consistent.cli.demo.data import Arithmetic
 from vllm_consistent.cli.demo.display import Display
 from vllm_consistent.cli.demo.errors import CheckpointError, RunError
@@ -275,6 +275,25 @@ def test_second_interruption_does_not_cut_off_the_report(
     assert done.code == exit_codes.INTERRUPTED
     assert len(done.rows) == 1
     assert "it was interrupted" in done.report
+
+
+def test_full_disk_keeps_the_checkpoint_and_still_says_what_was_found(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(stream: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    fsync = metrics.os.fsync
+    finished = world.start(steps=2)
+    monkeypatch.setattr(metrics.os, "fsync", full)
+    done = world.start(steps=3, resume=True)
+    assert done.code == exit_codes.FAILED
+    assert isinstance(done.stopped, RunError)
+    assert len(done.summary["not_written"]) == 3
+    assert "No space left" in done.summary["not_written"][0]
+    assert done.rows == finished.rows, "what was there before is untouched"
+    monkeypatch.setattr(metrics.os, "fsync", fsync)
+    assert world.start(steps=3, resume=True).code == exit_codes.OK
 
 
 def test_resumed_run_equals_an_uninterrupted_one(world: Any, tmp_path: Path) -> None:

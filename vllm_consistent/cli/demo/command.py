@@ -14,6 +14,7 @@ import typer
 
 from consistent_kernels.errors import ConsistencyError
 from vllm_consistent.cli import exit_codes
+from vllm_consistent.cli.demo.errors import RunError
 from vllm_consistent.cli.demo.options import BUNDLED_MODEL, DemoOptions, merge_for_resume
 
 RUNS = Path("runs")
@@ -109,7 +110,7 @@ def demo(
         code = _run(options, _explicit(ctx), as_json=json_)
     except ConsistencyError as error:
         typer.echo(f"error: {error}", err=True)
-        code = exit_codes.USAGE
+        code = exit_codes.FAILED if isinstance(error, RunError) else exit_codes.USAGE
     except KeyboardInterrupt:
         code = exit_codes.INTERRUPTED
     raise typer.Exit(code)
@@ -143,6 +144,7 @@ def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> in
     from vllm_consistent import env
     from vllm_consistent.cli.demo.data import problem_source
     from vllm_consistent.cli.demo.display import Display
+    from vllm_consistent.cli.demo.metrics import plain
     from vllm_consistent.cli.demo.model_source import resolve_model
     from vllm_consistent.cli.demo.output import OutputFolder, messages_to, private_copy
     from vllm_consistent.cli.demo.pair import BACKENDS
@@ -172,7 +174,7 @@ def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> in
             output.close()
         _show(display, run.rows, summary, stopped)
     if as_json:
-        result.write(json.dumps(summary, indent=1) + "\n")
+        result.write(json.dumps(plain(summary), indent=1) + "\n")
         result.flush()
     return code
 
@@ -196,7 +198,10 @@ def _show(
             f"Decode at {rates['concurrency']} concurrent samples: {rates['consistent']:.0f} "
             f"tokens/s, stock {rates['stock']:.0f} ({rates['ratio']:.2f} x)."
         )
-    display.result(f"Report: {summary['files']['report']}")
+    for problem in summary["not_written"]:
+        display.note(f"error: {problem}")
+    if not summary["not_written"]:
+        display.result(f"Report: {summary['files']['report']}")
     if stopped is not None:
         hint = "add --resume to continue" if rows else "run again with --resume"
         display.note(f"error: {stopped}" if str(stopped) else "interrupted")

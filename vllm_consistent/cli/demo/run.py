@@ -20,7 +20,7 @@ from vllm_consistent.cli import exit_codes
 from vllm_consistent.cli.demo import checkpoint, report, stock
 from vllm_consistent.cli.demo.comparison import Comparison, compare
 from vllm_consistent.cli.demo.display import Display
-from vllm_consistent.cli.demo.errors import CheckpointError
+from vllm_consistent.cli.demo.errors import CheckpointError, RunError
 from vllm_consistent.cli.demo.grpo import group_advantages
 from vllm_consistent.cli.demo.metrics import STOCK, MetricsFile, Row, plain, prefixed, spread
 from vllm_consistent.cli.demo.output import OutputFolder
@@ -123,12 +123,21 @@ class DemoRun:
         return exit_codes.OK
 
     def finish(self, code: int, stopped_because: str | None) -> dict[str, Any]:
-        """Write metrics, report and summary of what was reached; returns the summary."""
+        """Write metrics, report and summary of what was reached; returns the summary.
+
+        A full disk must not hide the result: what cannot be written is listed under `not_written`.
+        """
         self.display.stage("Writing the report")
         summary = summarize(self, code, stopped_because)
-        self.metrics.rewrite(self.rows)
-        report.write(self.output.report, summary, self.rows)
-        self.output.write_json(self.output.summary, plain(summary))
+        for write in (
+            lambda: self.metrics.rewrite(self.rows),
+            lambda: report.write(self.output.report, summary, self.rows),
+            lambda: self.output.write_json(self.output.summary, plain(summary)),
+        ):
+            try:
+                write()
+            except RunError as error:
+                summary["not_written"].append(str(error))
         return summary
 
     @property
@@ -343,6 +352,8 @@ def run_demo(run: DemoRun, backends: Backends) -> tuple[int, dict[str, Any], Bas
         code, reason, stopped = exit_codes.FAILED, first_line(error), error
     with _undisturbed():
         summary = run.finish(code, reason)
+    if summary["not_written"] and code == exit_codes.OK:
+        code = exit_codes.FAILED
     return code, summary, stopped
 
 

@@ -45,6 +45,11 @@ def flashinfer_sampler_requested() -> bool:
     return os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") not in ("", "0")
 
 
+def v2_runner_forced() -> bool:
+    """Return whether vLLM is told to use its V2 model runner."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0")
+
+
 def keep_engine_in_process() -> None:
     """Run vLLM's engine core inside this process: no RPC, tensors pass by reference."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

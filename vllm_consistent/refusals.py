@@ -141,5 +141,7 @@ def _environment(device_type: str) -> Iterator[str]:
             "VLLM_BATCH_INVARIANT=1 replaces PyTorch operators under our kernels; unset it "
             f"(the plugin gives batch invariance itself on {device_type})"
         )
+    if device_type == "cpu" and env.v2_runner_forced():
+        yield "VLLM_USE_V2_MODEL_RUNNER=1 is not supported on CPU; unset it (V1 serves there)"
     if env.flashinfer_sampler_requested():
         yield "VLLM_USE_FLASHINFER_SAMPLER=1 is not supported: it changes log-probs; unset it"

@@ -94,6 +94,7 @@ def test_rejects(configure: Any, arguments: dict[str, Any], text: str) -> None:
     ("name", "value", "text"),
     [
         ("VLLM_BATCH_INVARIANT", "1", "VLLM_BATCH_INVARIANT=1 replaces PyTorch operators"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER=1 is not supported on CPU"),
         ("VLLM_USE_FLASHINFER_SAMPLER", "1", "VLLM_USE_FLASHINFER_SAMPLER=1 is not supported"),
     ],
 )

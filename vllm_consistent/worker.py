@@ -90,10 +90,12 @@ class ConsistentWorkerMixin:
         self._adopt_runner()
         model = self.model_runner.get_model()
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
-        self.served_weights = ServedWeights(model, tied, self.cache_config.block_size)
+        self.served_weights = ServedWeights(model, tied)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        self.served_weights.check_step(scheduler_output)
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.served_weights.check_step(scheduler_output, block_sizes)
         return super().execute_model(scheduler_output)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:

@@ -221,9 +221,9 @@ def rollout_refused(engine: Any, prompts: list[list[int]]) -> bool:
     seen: list[str] = []
     stock = ServedWeights.check_step
 
-    def checking(self: ServedWeights, step: Any) -> None:
+    def checking(self: ServedWeights, step: Any, block_sizes: list[int]) -> None:
         try:
-            stock(self, step)
+            stock(self, step, block_sizes)
         except StaleWeightsError as error:
             seen.append(str(error))
 

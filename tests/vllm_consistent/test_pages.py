@@ -31,34 +31,44 @@ def step(
 
 def test_a_hit_on_pages_of_the_same_version_passes() -> None:
     pages = PageVersions()
-    pages.check(step([new("a", [1, 2, 3])]), 0, 16)
-    pages.check(step([new("b", [1, 2, 4], cached=32)]), 0, 16)
+    pages.check(step([new("a", [1, 2, 3])]), 0, [16])
+    pages.check(step([new("b", [1, 2, 4], cached=32)]), 0, [16])
 
 
 def test_rejects_a_hit_on_pages_of_older_weights() -> None:
     pages = PageVersions()
-    pages.check(step([new("a", [1, 2, 3])]), 0, 16)
+    pages.check(step([new("a", [1, 2, 3])]), 0, [16])
     with pytest.raises(StaleWeightsError, match="2 cached KV page"):
-        pages.check(step([new("b", [1, 2, 4], cached=32)]), 1, 16)
+        pages.check(step([new("b", [1, 2, 4], cached=32)]), 1, [16])
 
 
 def test_a_page_written_again_passes() -> None:
     pages = PageVersions()
-    pages.check(step([new("a", [1, 2])]), 0, 16)
-    pages.check(step([new("b", [1, 2])]), 1, 16)
-    pages.check(step([new("c", [1, 2, 5], cached=32)]), 1, 16)
+    pages.check(step([new("a", [1, 2])]), 0, [16])
+    pages.check(step([new("b", [1, 2])]), 1, [16])
+    pages.check(step([new("c", [1, 2, 5], cached=32)]), 1, [16])
 
 
 def test_rejects_a_request_that_spans_an_update() -> None:
     pages = PageVersions()
-    pages.check(step([new("a", [1])]), 0, 16)
-    pages.check(step(running={"a": [2]}), 0, 16)
+    pages.check(step([new("a", [1])]), 0, [16])
+    pages.check(step(running={"a": [2]}), 0, [16])
     with pytest.raises(StaleWeightsError, match="started on weight version 0"):
-        pages.check(step(running={"a": None}), 1, 16)
+        pages.check(step(running={"a": None}), 1, [16])
 
 
 def test_a_request_recomputed_after_an_update_passes() -> None:
     pages = PageVersions()
-    pages.check(step([new("a", [1])]), 0, 16)
-    pages.check(step(running={"a": [3]}, resumed=("a",)), 1, 16)
-    pages.check(step(running={"a": None}), 1, 16)
+    pages.check(step([new("a", [1])]), 0, [16])
+    pages.check(step(running={"a": [3]}, resumed=("a",)), 1, [16])
+    pages.check(step(running={"a": None}), 1, [16])
+
+
+def test_a_window_has_pages_of_its_own_size() -> None:
+    pages = PageVersions()
+    first = SimpleNamespace(req_id="a", block_ids=([1], [2, 3, 4, 5]), num_computed_tokens=0)
+    pages.check(step([first]), 0, [64, 16])
+    # 32 cached tokens are no whole page of 64, but two of 16; page 0 is vLLM's null page.
+    again = SimpleNamespace(req_id="b", block_ids=([6], [0, 3, 7]), num_computed_tokens=32)
+    with pytest.raises(StaleWeightsError, match="1 cached KV page"):
+        pages.check(step([again]), 1, [64, 16])

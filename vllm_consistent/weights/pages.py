@@ -6,6 +6,7 @@ version that its request started with, and refuses a step that would read older 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,25 +23,25 @@ class PageVersions:
         self._pages = np.zeros(0, dtype=np.int64)
         self._requests: dict[str, int] = {}
 
-    def check(self, step: Any, version: int, block_size: int) -> None:
+    def check(self, step: Any, version: int, block_sizes: Sequence[int]) -> None:
         """Note this step's pages; raise StaleWeightsError if one of them holds older keys.
 
         Args:
             step: vLLM's SchedulerOutput.
             version: the weights served now.
-            block_size: positions a page.
+            block_sizes: positions a page, for each group of layers (a window has its own pages).
         """
         for request in step.finished_req_ids:
             self._requests.pop(request, None)
         for request in step.scheduled_new_reqs:
             cached = request.num_computed_tokens
-            self._start(request.req_id, request.block_ids, cached, version, block_size)
+            self._start(request.req_id, request.block_ids, cached, version, block_sizes)
         cached_reqs = step.scheduled_cached_reqs
         for index, name in enumerate(cached_reqs.req_ids):
             blocks = cached_reqs.new_block_ids[index]
             if name in cached_reqs.resumed_req_ids:
                 computed = cached_reqs.num_computed_tokens[index]
-                self._start(name, blocks or (), computed, version, block_size)
+                self._start(name, blocks or (), computed, version, block_sizes)
                 continue
             started = self._requests.get(name, version)
             if started != version:
@@ -51,8 +52,10 @@ class PageVersions:
             if blocks:
                 self._mark(blocks, version)
 
-    def _start(self, name: str, blocks: Any, cached: int, version: int, block_size: int) -> None:
-        for group in blocks:
+    def _start(
+        self, name: str, blocks: Any, cached: int, version: int, block_sizes: Sequence[int]
+    ) -> None:
+        for group, block_size in zip(blocks, block_sizes, strict=False):
             hit = group[: cached // block_size]
             self._grow(group)
             stale = [page for page in hit if page and self._pages[page] != version]

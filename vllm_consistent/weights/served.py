@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,11 @@ class ServedWeights:
         stale: why the weights may not be served now, or None.
     """
 
-    def __init__(self, model: torch.nn.Module, tied: bool, block_size: int) -> None:
+    def __init__(self, model: torch.nn.Module, tied: bool) -> None:
         self.version = 0
         self.stale: str | None = None
         self._model = model
         self._tied = tied
-        self._block_size = block_size
         self._generation = 0
         self._pages = PageVersions()
         self._loaded: set[str] = set()
@@ -46,11 +45,16 @@ class ServedWeights:
         """Return {Hugging Face name: view into the storage that is served}."""
         return hf_views(self._model)
 
-    def check_step(self, step: Any) -> None:
-        """Raise StaleWeightsError if `step` (a SchedulerOutput) would serve stale weights."""
+    def check_step(self, step: Any, block_sizes: Sequence[int]) -> None:
+        """Raise StaleWeightsError if `step` (a SchedulerOutput) would serve stale weights.
+
+        Args:
+            step: vLLM's SchedulerOutput.
+            block_sizes: positions a page, for each group of layers.
+        """
         if step.total_num_scheduled_tokens and self.stale:
             raise StaleWeightsError(f"rollout refused: {self.stale}")
-        self._pages.check(step, self._generation, self._block_size)
+        self._pages.check(step, self._generation, block_sizes)
 
     def mark_stale(self, reason: str) -> None:
         """Refuse rollouts until weights are loaded completely again."""

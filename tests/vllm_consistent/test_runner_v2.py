@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.linear import linear
 from consistent_kernels.testing import assert_bitwise_equal
 from consistent_kernels.token_logprobs import token_logprobs_from_logits
 from vllm_consistent.runner import runner_v2
@@ -37,8 +39,13 @@ def scorer(head: torch.Tensor, tops: list[int]) -> runner_v2.ConsistentPromptLog
     return worker
 
 
+def head_of(head: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A head whose rows do not depend on their number; a plain fp32 matmul's do."""
+    return lambda x: linear(x, head, impl="reference", out_dtype=torch.float32)
+
+
 def expected(head: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, t: float) -> torch.Tensor:
-    logits = hidden @ head.t()
+    logits = head_of(head)(hidden)
     rows = torch.full((len(ids),), t)
     return token_logprobs_from_logits(logits, ids, temperature=rows, impl="reference").logprob
 
@@ -68,7 +75,7 @@ def step(
     )
     rows = torch.cat([hidden[i][slice(*spans[i])] for i in order])
     return worker.compute_prompt_logprobs(
-        lambda x: x @ head.t(), rows, batch, tokens, torch.zeros(4), prompt_lens
+        head_of(head), rows, batch, tokens, torch.zeros(4), prompt_lens
     )
 
 

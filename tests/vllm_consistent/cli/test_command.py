@@ -181,6 +181,18 @@ def test_interruption_before_the_start_ends_with_130(
     assert invoke("--out", tmp_path / "out").exit_code == exit_codes.INTERRUPTED
 
 
+def test_unexpected_error_is_not_taken_for_a_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> int:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(command, "_run", broken)
+    result = invoke("--out", tmp_path / "out")
+    assert result.exit_code == exit_codes.FAILED
+    assert "surprise" in result.output
+
+
 def test_explicit_options_are_told_from_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[frozenset[str]] = []
 

@@ -113,6 +113,10 @@ def demo(
         code = exit_codes.FAILED if isinstance(error, RunError) else exit_codes.USAGE
     except KeyboardInterrupt:
         code = exit_codes.INTERRUPTED
+    except Exception:
+        # Python would end with 1, which means a mismatch here.
+        traceback.print_exc()
+        code = exit_codes.FAILED
     raise typer.Exit(code)
 
 
@@ -146,7 +150,7 @@ def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> in
     from vllm_consistent.cli.demo.display import Display
     from vllm_consistent.cli.demo.metrics import plain
     from vllm_consistent.cli.demo.model_source import resolve_model
-    from vllm_consistent.cli.demo.output import OutputFolder, messages_to, private_copy
+    from vllm_consistent.cli.demo.output import OutputFolder, log_error, messages_to, private_copy
     from vllm_consistent.cli.demo.pair import BACKENDS
     from vllm_consistent.cli.demo.plan import make_plan
     from vllm_consistent.cli.demo.run import DemoRun, run_demo
@@ -169,7 +173,7 @@ def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> in
                 run = DemoRun(plan, problems.describe(), output, display)
                 code, summary, stopped = run_demo(run, BACKENDS)
                 if stopped is not None:
-                    traceback.print_exception(stopped)
+                    log_error(stopped)
         finally:
             output.close()
         _show(display, run.rows, summary, stopped)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -134,7 +135,14 @@ def messages_to(log: Path) -> Iterator[None]:
         yield
 
 
+def log_error(error: BaseException) -> None:
+    """Write a traceback where `messages_to` sends it; a full disk must not raise another error."""
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+
+
 def _restore(stream: IO[str], saved: int, descriptor: int) -> None:
-    stream.flush()
+    with contextlib.suppress(OSError):
+        stream.flush()
     os.dup2(saved, descriptor)
     os.close(saved)

@@ -177,8 +177,9 @@ class BridgedTrainer:
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(masters[name])
+                # Loaded tensors map the file: kept, they would hold its space once it is deleted.
                 held = {
-                    key: groups["optimizer"][f"{name}.{key}"].to(parameter.device)
+                    key: groups["optimizer"][f"{name}.{key}"].to(parameter.device, copy=True)
                     for key in _MOMENTS
                     if f"{name}.{key}" in groups["optimizer"]
                 }

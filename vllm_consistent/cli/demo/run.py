@@ -110,6 +110,7 @@ class DemoRun:
         self._adopt_contract(trainer, saved)
         if saved is not None:
             trainer.restore(saved.groups)
+            del saved
         self.display.stage("Starting the engine")
         engine = backends.engine(self.plan.source.path, self.plan.engine, trainer.contract)
         trainer.push(engine)

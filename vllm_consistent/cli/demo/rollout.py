@@ -15,7 +15,7 @@ from consistent_kernels.errors import invalid
 
 _KV_BLOCK = 128
 _KV_MARGIN = 2
-_PREFILL_FLOOR = 2048
+_PREFILL_FLOOR = 256
 
 
 @dataclasses.dataclass(frozen=True)

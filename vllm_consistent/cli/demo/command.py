@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,9 +107,9 @@ def demo(
         baseline=not no_baseline,
         resume=resume,
     )
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = _run(options, _explicit(ctx), as_json=json_)
+        with _interruptible():
+            code = _run(options, _explicit(ctx), as_json=json_)
     except ConsistencyError as error:
         typer.echo(f"error: {error}", err=True)
         code = exit_codes.FAILED if isinstance(error, RunError) else exit_codes.USAGE
@@ -118,6 +120,18 @@ def demo(
         traceback.print_exc()
         code = exit_codes.FAILED
     raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turn SIGINT, which a shell's `&` sets to ignored, and SIGTERM into KeyboardInterrupt."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, _interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _interrupt(*_: object) -> None:

@@ -115,15 +115,6 @@ def exists(folder: Path) -> bool:
     return bool(_complete(folder))
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Return the newest checkpoint's JSON state without loading its tensors.
-
-    Raises:
-        CheckpointError: there is none, or its state file cannot be read.
-    """
-    return _read_state(_newest(folder))
-
-
 def _newest(folder: Path) -> Path:
     complete = _complete(folder)
     if not complete:

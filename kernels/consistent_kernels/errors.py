@@ -62,3 +62,10 @@ def invalid(
     """
     text = f"{op}: {arg} must be {expected}, got {actual}"
     return InvalidInputError(f"{text}. {hint}" if hint else text)
+
+
+def require_implementation(op: str, impl: str, implementations: Iterable[str]) -> None:
+    """Raise `UnsupportedError` naming the choices unless `impl` is one of them."""
+    choices = tuple(implementations)
+    if impl not in choices:
+        raise UnsupportedError(op, f"impl {impl!r}", choices)

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-HAS_CUDA = torch.cuda.is_available()
+from implementations import REFERENCE_CPU, TRITON_CUDA
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(("reference", "cpu"), id="reference-cpu"),
-        pytest.param(
-            ("triton", "cuda"),
-            id="triton-cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not HAS_CUDA, reason="the Triton program needs a CUDA device"),
-            ],
-        ),
-    ]
-)
+@pytest.fixture(params=[REFERENCE_CPU, TRITON_CUDA])
 def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(implementation, device) pairs; `triton` runs where CUDA is."""
     return request.param

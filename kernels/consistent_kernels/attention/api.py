@@ -9,7 +9,7 @@ from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, build_pl
 from consistent_kernels.attention.reference import attention_bwd_ref, attention_ref, write_kv_ref
 from consistent_kernels.attention.spec import IMPLEMENTATIONS
 from consistent_kernels.counters import count
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 
 _DTYPES = {
     "reference": (torch.bfloat16, torch.float16, torch.float32),
@@ -35,8 +35,7 @@ _LIBRARY.define(
 
 
 def _check_impl(op: str, impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation(op, impl, IMPLEMENTATIONS)
 
 
 def _check_index(op: str, name: str, tensor: torch.Tensor, dim: int, size: int | None) -> None:

@@ -7,7 +7,7 @@ import torch
 from consistent_kernels.counters import count
 from consistent_kernels.embedding.reference import embedding_bwd_ref, embedding_ref
 from consistent_kernels.embedding.spec import IMPLEMENTATIONS
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define("embedding(Tensor ids, Tensor weight, str impl) -> Tensor")
@@ -41,8 +41,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, *, impl: str) -> torch.Te
         InvalidInputError: shape or dtype.
         UnsupportedError: unknown impl.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError("embedding", f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation("embedding", impl, IMPLEMENTATIONS)
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise invalid("embedding", "ids", "1-D int32 or int64", f"{ids.dim()}-D {ids.dtype}")
     if weight.dim() != 2 or not weight.is_floating_point():
@@ -58,8 +57,7 @@ def embedding_bwd(grad_y: torch.Tensor, ids: torch.Tensor, rows: int, *, impl: s
     Args:
         grad_y: [T, H]; ids: [T]; rows: V.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError("embedding_bwd", f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation("embedding_bwd", impl, IMPLEMENTATIONS)
     if grad_y.dim() != 2 or grad_y.shape[0] != ids.shape[0]:
         raise invalid(
             "embedding_bwd", "grad_y", f"of shape ({ids.shape[0]}, H)", tuple(grad_y.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.linear.onednn import linear_onednn
 from consistent_kernels.linear.reference import linear_bwd_ref, linear_ref
 from consistent_kernels.linear.spec import IMPLEMENTATIONS
@@ -19,8 +19,7 @@ _LIBRARY.define(
 
 
 def _check_impl(op: str, impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation(op, impl, IMPLEMENTATIONS)
 
 
 def _linear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.rms_norm.reference import (
     add_rms_norm_ref,
     rms_norm_bwd_ref,
@@ -24,8 +24,7 @@ _LIBRARY.define(
 
 
 def _validate(op: str, x: torch.Tensor, weight: torch.Tensor, impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation(op, impl, IMPLEMENTATIONS)
     if x.dtype not in _DTYPES:
         raise invalid(op, "x", "bfloat16, float16 or float32", x.dtype)
     if x.dim() < 1 or weight.shape != x.shape[-1:]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.rotary.parameters import RopeParameters
 from consistent_kernels.rotary.reference import rotary_ref
 from consistent_kernels.rotary.spec import IMPLEMENTATIONS
@@ -27,8 +27,7 @@ def _validate(
     rope: RopeParameters,
     impl: str,
 ) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation(op, impl, IMPLEMENTATIONS)
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 3 or x.shape[2] != rope.head_dim or x.dtype not in _DTYPES:
             raise invalid(

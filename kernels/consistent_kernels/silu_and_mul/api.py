@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.silu_and_mul.reference import silu_and_mul_bwd_ref, silu_and_mul_ref
 from consistent_kernels.silu_and_mul.spec import IMPLEMENTATIONS
 
@@ -16,8 +16,7 @@ _LIBRARY.define("silu_and_mul(Tensor gate, Tensor up, str impl) -> Tensor")
 
 
 def _validate(op: str, gate: torch.Tensor, up: torch.Tensor, impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation(op, impl, IMPLEMENTATIONS)
     if gate.dim() != 2 or gate.dtype not in _DTYPES:
         raise invalid(
             op, "gate", "2-D bfloat16, float16 or float32", f"{gate.dim()}-D {gate.dtype}"

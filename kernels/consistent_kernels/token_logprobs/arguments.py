@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.token_logprobs.spec import IMPLEMENTATIONS
 
 
 def check_impl(op: str, impl: str) -> None:
     """Raise UnsupportedError for an unknown implementation."""
-    if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(op, f"impl {impl!r}", IMPLEMENTATIONS)
+    require_implementation(op, impl, IMPLEMENTATIONS)
 
 
 def check_logits(op: str, logits: torch.Tensor) -> None:

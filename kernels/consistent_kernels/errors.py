@@ -27,6 +27,14 @@ class UnsupportedError(ConsistencyError, NotImplementedError):
         super().__init__(f"{op}: {got} is not supported; supported: {choices}")
 
 
+class MissingBinaryError(ConsistencyError, ImportError):
+    """A library that an implementation is made of is not installed, or does not load here."""
+
+    def __init__(self, name: str, problem: str, looked_in: object, remedy: str) -> None:
+        self.name = name
+        super().__init__(f"{name}: {problem}; looked in {looked_in}. {remedy}")
+
+
 class ContractMismatchError(ConsistencyError):
     """Two sides hold different contracts, or a worker serves another one than was asked for."""
 

@@ -2,6 +2,7 @@
 
 from consistent_kernels.protocol import MismatchReport, compare_logprobs
 from train_bridge.hf import bridge_model, unbridge_model
+from train_bridge.hf_interfaces import register_hf_interfaces
 from train_bridge.logprobs import TokenScores, token_logprobs
 from train_bridge.reporting import consistency_report
 from train_bridge.weights import push_weights, weight_version
@@ -13,6 +14,7 @@ __all__ = [
     "compare_logprobs",
     "consistency_report",
     "push_weights",
+    "register_hf_interfaces",
     "token_logprobs",
     "unbridge_model",
     "weight_version",

@@ -27,6 +27,18 @@ def dense_specs() -> dict[str, OpSpec]:
     return {op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in DENSE_OPS}
 
 
+def choose_implementation(op: str, device_type: str) -> str:
+    """Return the implementation of `op` on a device type, the one that a contract names.
+
+    Raises:
+        UnsupportedError: another device type.
+    """
+    if device_type not in _IMPLEMENTATION_OF_DEVICE:
+        raise UnsupportedError("contract", f"device {device_type!r}", _IMPLEMENTATION_OF_DEVICE)
+    choose = getattr(importlib.import_module(f"consistent_kernels.{op}.spec"), "choose", None)
+    return choose(device_type) if choose else _IMPLEMENTATION_OF_DEVICE[device_type]
+
+
 def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
     """Return the contract of a dense BF16 model on this machine's `device_type`.
 
@@ -37,12 +49,8 @@ def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
     Raises:
         UnsupportedError: another device type.
     """
-    if device_type not in _IMPLEMENTATION_OF_DEVICE:
-        raise UnsupportedError("contract", f"device {device_type!r}", _IMPLEMENTATION_OF_DEVICE)
     programs = {}
     for op in DENSE_OPS:
-        spec = importlib.import_module(f"consistent_kernels.{op}.spec")
-        choose = getattr(spec, "choose", None)
-        impl = choose(device_type) if choose else _IMPLEMENTATION_OF_DEVICE[device_type]
-        programs[op] = spec.program(impl)
+        impl = choose_implementation(op, device_type)
+        programs[op] = importlib.import_module(f"consistent_kernels.{op}.spec").program(impl)
     return Contract(DENSE_BF16, facts.to_dict(), toolchain(device_type), dense_specs(), programs)

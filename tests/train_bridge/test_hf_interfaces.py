@@ -1,0 +1,197 @@
+"""`attn_implementation="train_bridge"` on stock models: the bits of the bridged attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from consistent_kernels.attention import AttentionParameters
+from consistent_kernels.errors import ConfigurationError, InvalidInputError
+from consistent_kernels.resolve import choose_implementation
+from consistent_kernels.testing import assert_bitwise_equal
+from train_bridge.functions.attention import AttentionFunction
+from train_bridge.hf_interfaces import NAME, attention_forward, register_hf_interfaces
+
+Calls = list[dict[str, Any]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """What transformers passed to the registered function, and what it returned."""
+    seen: Calls = []
+
+    def record(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+        result = attention_forward(module, q, k, v, mask, **kwargs)
+        seen.append({"q": q, "k": k, "v": v, "mask": mask, "out": result[0]})
+        return result
+
+    register_hf_interfaces()
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, record)
+    yield seen
+
+
+@pytest.fixture
+def make_named(make_stock: Callable) -> Callable[..., torch.nn.Module]:
+    """Return a function (family, device) -> stock model whose attention is ours."""
+
+    def make(family: str, device: str = "cpu") -> torch.nn.Module:
+        model = make_stock(family, device=device)
+        model.set_attn_implementation(NAME)
+        return model
+
+    return make
+
+
+def bridged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], device: str
+) -> torch.Tensor:
+    """The bridged attention on packed [T, heads, D]."""
+    params = AttentionParameters(q.shape[1], k.shape[1], q.shape[2], q.shape[2] ** -0.5)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    impl = choose_implementation("attention", device)
+    return AttentionFunction.apply(q, k, v, cu, cu, params, impl, None)
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """[B, heads, L, D] to [B * L, heads, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_named_attention_equals_bridged_when_padded(
+    side: str,
+    family: str,
+    device: str,
+    calls: Calls,
+    make_named: Callable,
+    make_sequences: Callable,
+) -> None:
+    sequences = make_sequences(family, device)
+    ids, mask = sequences.padded(side)
+    model = make_named(family, device)
+    with torch.no_grad():
+        model(ids, attention_mask=mask)
+    assert len(calls) == model.config.num_hidden_layers
+    real = mask.flatten().nonzero().squeeze(1)
+    lengths = [len(tokens) for tokens in sequences.tokens]
+    for index, call in enumerate(calls):
+        q, k, v = (rows(call[name])[real] for name in "qkv")
+        expected = bridged_attention(q, k, v, lengths, device)
+        assert_bitwise_equal(call["out"].flatten(0, 1)[real], expected, f"layer {index}")
+        assert call["out"].flatten(0, 1)[mask.flatten() == 0].eq(0).all()
+
+
+def test_named_attention_equals_bridged_when_packed(
+    family: str, device: str, calls: Calls, make_named: Callable, make_sequences: Callable
+) -> None:
+    sequences = make_sequences(family, device)
+    ids, positions = sequences.packed()
+    with torch.no_grad():
+        make_named(family, device)(ids, position_ids=positions)
+    lengths = [len(tokens) for tokens in sequences.tokens]
+    for call in calls:
+        expected = bridged_attention(*(rows(call[name]) for name in "qkv"), lengths, device)
+        assert_bitwise_equal(call["out"].flatten(0, 1), expected)
+
+
+def test_named_attention_control_one_sequence(
+    calls: Calls, make_named: Callable, make_sequences: Callable
+) -> None:
+    """Packed sequences taken for one: the comparison sees it."""
+    ids, positions = make_sequences("qwen3").packed()
+    with torch.no_grad():
+        make_named("qwen3")(ids, position_ids=positions)
+    one = bridged_attention(*(rows(calls[0][name]) for name in "qkv"), [ids.numel()], "cpu")
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(calls[0]["out"].flatten(0, 1), one)
+
+
+def test_named_attention_control_stock(
+    calls: Calls, make_named: Callable, make_sequences: Callable
+) -> None:
+    """transformers' own sdpa on the same tensors has other bits."""
+    (ids, _) = make_sequences("qwen3").packed()
+    with torch.no_grad():
+        make_named("qwen3")(ids)
+    call = calls[0]
+    group = call["q"].shape[1] // call["k"].shape[1]
+    k, v = (call[name].repeat_interleave(group, dim=1) for name in "kv")
+    stock = torch.nn.functional.scaled_dot_product_attention(call["q"], k, v, is_causal=True)
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(call["out"], stock.transpose(1, 2).contiguous())
+
+
+def test_named_attention_with_a_cache_prefill_equals_decode(
+    calls: Calls, make_named: Callable, make_sequences: Callable
+) -> None:
+    ids = make_sequences("qwen3").tokens[2][None].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    model = make_named("qwen3")
+    with torch.no_grad():
+        cache = model(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True).past_key_values
+        calls.clear()
+        model(ids[:, -1:], attention_mask=mask, past_key_values=cache, use_cache=True)
+    lengths = mask.sum(1).tolist()
+    real = mask.flatten().nonzero().squeeze(1)
+    for call in calls:
+        k, v = (rows(call[name])[real] for name in "kv")
+        q = k.new_zeros(k.shape[0], call["q"].shape[1], k.shape[2])
+        last = torch.tensor(lengths).cumsum(0) - 1
+        q[last] = rows(call["q"])
+        expected = bridged_attention(q, k, v, lengths, "cpu")[last]
+        assert_bitwise_equal(call["out"].flatten(0, 1), expected)
+
+
+def test_named_attention_grad_equals_bridged(
+    family: str, device: str, calls: Calls, make_named: Callable, make_sequences: Callable
+) -> None:
+    sequences = make_sequences(family, device)
+    ids, positions = sequences.packed()
+    make_named(family, device)(ids, position_ids=positions)
+    call = calls[-1]
+    leaves = [call[name].detach().requires_grad_() for name in "qkv"]
+    out, _ = attention_forward(torch.nn.Module(), *leaves, None, position_ids=positions)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    packed = [rows(call[name]).detach().requires_grad_() for name in "qkv"]
+    lengths = [len(tokens) for tokens in sequences.tokens]
+    bridged_attention(*packed, lengths, device).backward(grad.flatten(0, 1))
+    for name, leaf, expected in zip("qkv", leaves, packed, strict=True):
+        assert_bitwise_equal(rows(leaf.grad), expected.grad, name)
+
+
+def make_qkv(length: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, length, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+
+
+def test_named_attention_rejects_everything_it_does_not_compute() -> None:
+    options = {"is_causal": False, "softcap": 30.0, "s_aux": torch.zeros(4)}
+    with pytest.raises(ConfigurationError) as caught:
+        attention_forward(torch.nn.Module(), *make_qkv(), None, dropout=0.1, **options)
+    assert len(caught.value.violations) == 4
+
+
+def test_named_attention_rejects_a_4d_mask() -> None:
+    with pytest.raises(InvalidInputError, match=r"2-D padding mask"):
+        attention_forward(torch.nn.Module(), *make_qkv(), torch.zeros(2, 1, 8, 8))
+
+
+def test_named_attention_rejects_padding_inside_a_sequence() -> None:
+    mask = torch.ones(2, 8)
+    mask[1, 3] = 0
+    with pytest.raises(InvalidInputError, match="one run of ones"):
+        attention_forward(torch.nn.Module(), *make_qkv(), mask)
+
+
+def test_a_mask_changed_in_place_is_seen() -> None:
+    qkv, mask = make_qkv(), torch.ones(2, 8)
+    before, _ = attention_forward(torch.nn.Module(), *qkv, mask)
+    mask[:, :2] = 0
+    after, _ = attention_forward(torch.nn.Module(), *qkv, mask)
+    assert after[:, :2].eq(0).all()
+    assert not before[:, :2].eq(0).all()

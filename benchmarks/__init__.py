@@ -1,0 +1,1 @@
+"""Benchmarks: each checks its own relations first and reports no speed where they fail."""

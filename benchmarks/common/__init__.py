@@ -1,0 +1,1 @@
+"""What the benchmarks share: statistics, result files and what a result must record."""

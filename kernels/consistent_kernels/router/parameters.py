@@ -1,0 +1,77 @@
+"""The numbers that decide a routing, read alike from vLLM and Hugging Face configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from consistent_kernels.contract import Scalar, float_bits
+from consistent_kernels.errors import UnsupportedError, invalid
+
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterParameters:
+    """How scores become experts and weights.
+
+    Attributes:
+        num_experts: E, columns of the logits.
+        top_k: experts of a token.
+        scoring: "softmax" (Qwen3-MoE), "sigmoid" (DeepSeek-V3) or "sqrtsoftplus" (DeepSeek-V4).
+        renormalize: divide the chosen scores by their sum.
+        scale: DeepSeek's routed_scaling_factor, multiplied last.
+        num_groups: n_group; consecutive experts form a group. 1 means no groups.
+        top_groups: topk_group, groups that may be chosen from.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str
+    renormalize: bool
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        op = "router"
+        if self.scoring not in SCORINGS:
+            raise UnsupportedError(op, f"scoring {self.scoring!r}", SCORINGS)
+        if not 1 <= self.top_k <= self.num_experts:
+            raise invalid(op, "top_k", f"between 1 and num_experts={self.num_experts}", self.top_k)
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise invalid(op, "num_groups", f"a divisor of {self.num_experts}", self.num_groups)
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise invalid(op, "top_groups", f"between 1 and {self.num_groups}", self.top_groups)
+        if self.top_groups * self.group_size < self.top_k:
+            raise invalid(
+                op,
+                "top_groups",
+                f"enough groups of {self.group_size} experts for top_k={self.top_k}",
+                self.top_groups,
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Experts in a group."""
+        return self.num_experts // self.num_groups
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> RouterParameters:
+        """Read a Qwen3Moe, DeepseekV3, V3.2 or V4 configuration."""
+        experts = getattr(config, "num_experts", None) or config.n_routed_experts
+        scoring = getattr(config, "scoring_func", "softmax")
+        return cls(
+            num_experts=experts,
+            top_k=config.num_experts_per_tok,
+            scoring=scoring,
+            # V4's configuration has no such field: its classes always renormalize.
+            renormalize=bool(getattr(config, "norm_topk_prob", True)),
+            scale=float(getattr(config, "routed_scaling_factor", 1.0)),
+            num_groups=getattr(config, "n_group", None) or 1,
+            top_groups=getattr(config, "topk_group", None) or 1,
+        )
+
+    def to_dict(self) -> dict[str, Scalar]:
+        """Return plain JSON types, floats as fp32 bit patterns."""
+        return dataclasses.asdict(self) | {"scale": float_bits(self.scale)}

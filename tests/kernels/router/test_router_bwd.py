@@ -1,0 +1,67 @@
+"""The router's gradient against autograd in fp64, with a derived bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from router_cases import MODELS, case, exact_scores
+
+from consistent_kernels.errors import InvalidInputError
+from consistent_kernels.router import router, router_bwd
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_router_grad_matches_reference(impl_device: tuple[str, str], name: str) -> None:
+    impl, device = impl_device
+    logits, bias, p = case(name, 33, device, seed=1)
+    valid = torch.ones(33, dtype=torch.bool, device=device)
+    valid[-2:] = False
+    ids, _ = router(logits, bias, parameters=p, valid=valid, impl=impl)
+    grad = torch.randn((33, p.top_k), generator=torch.Generator().manual_seed(2)).to(device)
+    slots = ids.clamp(min=0).long()
+    exact = logits.double().requires_grad_()
+    scores = exact_scores(exact, p.scoring)
+    chosen = scores.gather(1, slots)
+    weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if p.renormalize else chosen
+    routed = (ids >= 0).double()
+    (weights * p.scale * grad.double() * routed).sum().backward()
+    actual = router_bwd(grad, logits, ids, parameters=p, impl=impl)
+    assert actual.dtype == torch.float32
+    # Every term of the closed form is a product of scores that are good to `steps` roundings; the
+    # terms cancel, so the bound counts their magnitudes: |g| p / S twice, then the scoring's slope.
+    steps = float((logits - logits.amax(-1, keepdim=True)).abs().max()) + 8 + p.num_experts**0.5
+    g = (grad.double() * p.scale * routed).abs()
+    held = chosen.detach()
+    total = held.sum(-1, keepdim=True) if p.renormalize else torch.ones_like(held[:, :1])
+    inner = (g + (g * held).sum(-1, keepdim=True) / total) / total if p.renormalize else g
+    inner = inner * routed
+    full = torch.zeros_like(exact).scatter_add_(1, slots, inner)
+    if p.scoring == "softmax":
+        magnitude = scores.detach() * (full + (inner * held).sum(-1, keepdim=True))
+    elif p.scoring == "sigmoid":
+        magnitude = full * scores.detach()
+    else:
+        magnitude = full * torch.sigmoid(exact.detach()) / (2 * scores.detach())
+    bound = magnitude * (steps + 2 * p.top_k) * 2**-23 + 1e-30
+    assert bool(((actual.double() - exact.grad).abs() <= bound).all())
+    assert not bool(actual[-2:].any()), "a row routed nowhere has no gradient"
+
+
+def test_control_a_wrong_gradient_breaks_the_bound() -> None:
+    # Forgetting that the renormalization depends on the scores is caught by the check above.
+    logits, bias, p = case("deepseek-v3", 33, "cpu", seed=3)
+    ids, weights = router(logits, bias, parameters=p, impl="reference")
+    grad = torch.randn((33, p.top_k), generator=torch.Generator().manual_seed(4))
+    chosen = torch.sigmoid(logits).gather(1, ids.long())
+    naive = torch.zeros_like(logits).scatter_add_(1, ids.long(), grad * weights * (1 - chosen))
+    actual = router_bwd(grad, logits, ids, parameters=p, impl="reference")
+    assert float((actual - naive).abs().max()) > 1e-3
+
+
+def test_router_bwd_rejects_bad_inputs() -> None:
+    logits, _, p = case("qwen3", 3, "cpu", seed=5)
+    ids = torch.zeros((3, 8), dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match=r"grad_weights must be of shape \(3, 8\)"):
+        router_bwd(torch.zeros(3, 4), logits, ids, parameters=p, impl="reference")
+    with pytest.raises(InvalidInputError, match=r"ids must be torch\.int32 or torch\.int64"):
+        router_bwd(torch.zeros(3, 8), logits, ids.float(), parameters=p, impl="reference")

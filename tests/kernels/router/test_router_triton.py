@@ -1,0 +1,80 @@
+"""The Triton program of the router: compiled for GPUs that are not here, and interpreted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from router_cases import MODELS
+
+from consistent_kernels.router.spec import NUM_WARPS
+from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
+
+INTERPRETED = """
+import torch
+from router_cases import MODELS, case
+from consistent_kernels.router.triton import router_fwd
+from consistent_kernels.router import router
+
+for name, p in MODELS.items():
+    if p.scoring == "sqrtsoftplus":
+        continue  # the interpreter has no libdevice
+    logits, bias, _ = case(name, 12, "cpu", seed=3)
+    logits[5] = float("nan")
+    valid = torch.arange(12) != 7
+    expected = router(logits, bias, parameters=p, valid=valid, impl="reference")
+    ids, weights = router_fwd(logits, bias, None, valid, p)
+    # exp is another one, so a near tie may fall otherwise: none of these inputs has one.
+    assert torch.equal(ids, expected[0]), (name, ids, expected[0])
+    torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=0, equal_nan=True)
+    safe = expected[0].clamp(min=0)
+    forced, again = router_fwd(logits, None, safe, valid, p)
+    assert torch.equal(forced, ids)
+    assert torch.equal(again.nan_to_num(7), weights.nan_to_num(7))
+print("same")
+"""
+
+
+def test_router_interpreted_matches_reference() -> None:
+    # Triton's interpreter runs the kernel in NumPy: addresses, masks and choices, not a GPU's bits.
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "same", done.stderr
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", MODELS)
+def test_router_cross_compiles(arch: int, name: str) -> None:
+    from consistent_kernels.router.triton import _router_fwd_kernel, constexprs
+
+    pointers = {
+        "logits_ptr": "*fp32",
+        "bias_ptr": "*fp32",
+        "forced_ptr": "*i32",
+        "valid_ptr": "*i8",
+        "ids_ptr": "*i32",
+        "weights_ptr": "*fp32",
+    }
+    numbers = {"logits_stride": "i32", "scale": "fp32", "floor": "fp32"}
+    forced = name == "deepseek-v4"
+    cubin = cross_compile(
+        _router_fwd_kernel,
+        arch=arch,
+        signature=pointers | numbers,
+        constexprs=constexprs(MODELS[name])
+        | {"HAS_BIAS": not forced, "FORCED": forced, "HAS_VALID": True},
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    assert cubin.startswith(b"\x7fELF")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ Calls = list[dict[str, Any]]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What transformers passed to the registered function, and what it returned."""
     seen: Calls = []
 
@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
     register_hf_interfaces()
     monkeypatch.setitem(AttentionInterface._global_mapping, NAME, record)
-    yield seen
+    return seen
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from consistent_kernels.errors import ConfigurationError, invalid
 from train_bridge.modules import Bridged, Scoring
 from train_bridge.packing import PackedBatch, pack
+from train_bridge.state import BridgeState
 from train_bridge.weights import follow_optimizers, forget_gathered
 
 _SERVED_BY_THE_ENGINE = "the trainer has no KV cache; generate with the engine"
@@ -71,29 +72,43 @@ class DecoderForward(Bridged):
         cu_seqlens: torch.Tensor | None = None,
     ) -> PackedBatch:
         """Return the packed form of a batch; see `train_bridge.packing.pack`."""
-        state = self._bridge
-        if input_ids is None:
-            raise invalid("forward", "input_ids", "token ids", None, "Embeddings are not accepted")
-        if input_ids.device.type != state.device_type:
-            raise invalid(
-                "forward",
-                "input_ids",
-                f"on {state.device_type}, for which the contract was resolved",
-                f"on {input_ids.device}",
-                "Give bridge_model the device_type of the forward",
-            )
-        return pack(
-            input_ids,
-            attention_mask,
-            position_ids,
-            cu_seqlens,
-            vocab_size=state.facts.vocab_size,
-            max_position=state.rope.max_position,
+        return pack_for(self._bridge, input_ids, attention_mask, position_ids, cu_seqlens)
+
+
+def pack_for(
+    state: BridgeState,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> PackedBatch:
+    """Return the packed form of a batch for a model of this state."""
+    if input_ids is None:
+        raise invalid("forward", "input_ids", "token ids", None, "Embeddings are not accepted")
+    if input_ids.device.type != state.device_type:
+        raise invalid(
+            "forward",
+            "input_ids",
+            f"on {state.device_type}, for which the contract was resolved",
+            f"on {input_ids.device}",
+            "Give bridge_model the device_type of the forward",
         )
+    return pack(
+        input_ids,
+        attention_mask,
+        position_ids,
+        cu_seqlens,
+        vocab_size=state.facts.vocab_size,
+        max_position=state.rope.max_position,
+    )
 
 
 class CausalLMForward(Bridged):
     """The language model: logits, or log-probs of given tokens without logits."""
+
+    def pack(self, *args: Any) -> PackedBatch:
+        """Return the packed form of a batch; see `train_bridge.packing.pack`."""
+        return self.model.pack(*args)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
 from train_bridge.causal_lm import is_sharded
 from train_bridge.classes import CONSISTENT, MODELS, UNUSED, ConsistentLMHead
-from train_bridge.modules import Bridged
+from train_bridge.modules import Bridged, unwrapped
 from train_bridge.state import BridgeState
 from train_bridge.weights import follow_optimizers
 
@@ -76,12 +76,12 @@ def is_bridged(model: nn.Module) -> bool:
 
 
 def bridge_state(model: nn.Module) -> BridgeState:
-    """Return the state shared by the modules of a bridged model, also through DDP's wrapper.
+    """Return the state shared by the modules of a bridged model, also through wrappers.
 
     Raises:
         ConfigurationError: the model is not bridged.
     """
-    inner = getattr(model, "module", model)
+    inner = unwrapped(model)
     if not is_bridged(inner):
         raise ConfigurationError(
             [f"{type(model).__name__} is not bridged; call bridge_model first"], "model"

@@ -10,7 +10,7 @@ from torch import nn
 from consistent_kernels.errors import ConsistencyError, invalid
 from train_bridge.causal_lm import is_sharded
 from train_bridge.hf import bridge_state
-from train_bridge.modules import Scoring
+from train_bridge.modules import Scoring, unwrapped
 from train_bridge.packing import PackedBatch
 from train_bridge.weights import require_finite
 
@@ -78,9 +78,9 @@ def token_logprobs(
     ):
         if limit is not None and limit < 1:
             raise invalid("token_logprobs", name, "at least 1", limit)
-    inner = getattr(model, "module", model)
+    inner = unwrapped(model)
     sharded = is_sharded(inner)
-    batch = inner.model.pack(input_ids, attention_mask, position_ids)
+    batch = inner.pack(input_ids, attention_mask, position_ids)
     tokens = _scored_tokens(batch, response_mask)
     heat = batch.per_token(temperature, tokens)
     bounds = list(batch.micro_batches(micro_batch_size, micro_batch_tokens))

@@ -7,7 +7,10 @@ that FSDP2's hooks (which gather them around each module's forward) keep working
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from train_bridge.functions.ambient import isolated
 from train_bridge.functions.attention import AttentionFunction
@@ -67,6 +70,21 @@ class Bridged:
 
     _bridge: BridgeState
     _bridge_name: str
+    containers: tuple[type[nn.Module], ...] = ()
+    """Of a model: module classes that hold others and compute nothing; a report passes them by."""
+    serves: str = ""
+    """What a report lists by name: "attention" or "head"."""
+
+    def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, parameter) of a bridged model."""
+        yield from self.named_parameters()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the bridged model inside DDP's or Megatron's wrappers; else the innermost module."""
+    while not isinstance(model, Bridged) and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
 
 
 class LinearForward(Bridged):
@@ -83,6 +101,8 @@ class LinearForward(Bridged):
 
 class LMHeadForward(Bridged):
     """nn.Linear as the output head: fp32 logits, or scores of given tokens without logits."""
+
+    serves = "head"
 
     def forward(
         self, hidden: torch.Tensor, scoring: Scoring | None = None
@@ -149,6 +169,8 @@ class MLPForward(Bridged):
 
 class AttentionForward(Bridged):
     """Causal attention inside each sequence of the packed batch; with q/k norm for Qwen3."""
+
+    serves = "attention"
 
     def forward(self, x: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """[T, H] to [T, H]."""

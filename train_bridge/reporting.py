@@ -11,7 +11,7 @@ from consistent_kernels import counters
 from consistent_kernels.protocol.report import ConsistencyReport, environment_facts
 from train_bridge.classes import UNUSED
 from train_bridge.hf import bridge_state
-from train_bridge.modules import AttentionForward, Bridged, LMHeadForward
+from train_bridge.modules import Bridged, unwrapped
 
 _PACKAGES = ("torch", "triton", "transformers", "vllm-consistent")
 
@@ -26,21 +26,22 @@ def consistency_report(model: nn.Module) -> ConsistencyReport:
         ConfigurationError: the model is not bridged.
     """
     state = bridge_state(model)
-    inner = getattr(model, "module", model)
+    inner = unwrapped(model)
     layers: Counter[str] = Counter()
     attention, foreign = {}, []
     head = None
     for name, module in inner.named_modules():
         kind = type(module)
+        serves = module.serves if isinstance(module, Bridged) else ""
         if isinstance(module, Bridged):
             layers[_our_class(kind).__qualname__] += 1
-        elif not isinstance(module, UNUSED):
+        elif not isinstance(module, UNUSED + inner.containers):
             foreign.append(f"{name}: {kind.__name__}")
         if "forward" in vars(module):
             foreign.append(f"{name}: its forward was replaced")
-        if isinstance(module, AttentionForward):
+        if serves == "attention":
             attention[name] = f"{kind.__module__}.{_our_class(kind).__qualname__}"
-        if isinstance(module, LMHeadForward):
+        if serves == "head":
             head = f"{_our_class(kind).__module__}.{_our_class(kind).__qualname__}"
     return ConsistencyReport(
         role="trainer",
@@ -63,7 +64,7 @@ def consistency_report(model: nn.Module) -> ConsistencyReport:
 
 def _our_class(kind: type) -> type:
     # FSDP2 derives one more class from ours.
-    return next(base for base in kind.__mro__ if base.__module__ == "train_bridge.classes")
+    return next(base for base in kind.__mro__ if base.__module__.startswith("train_bridge."))
 
 
 def _versions() -> dict[str, str]:

@@ -76,15 +76,19 @@ class BridgeState:
         change outside an optimizer is noticed too (one through `.data` is not: bump the version).
         """
         if self.sharded:
-            return self._prepare(master, out_dtype)
+            return self._prepare(self.engine_rows(name, master), out_dtype)
         key = self.key_of(master)
         found = self.prepared.get(name)
         if found is not None and found.key == key:
             return found.weight
         self.prepared.pop(name, None)
-        weight = self._prepare(master, out_dtype)
+        weight = self._prepare(self.engine_rows(name, master), out_dtype)
         self.prepared[name] = _Prepared(key, weight)
         return weight
+
+    def engine_rows(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the master as the engine orders them; as they are, by default."""
+        return master
 
     def _prepare(self, master: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         # A tensor made in inference mode could not be saved for a later backward.

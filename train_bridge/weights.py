@@ -18,7 +18,7 @@ from consistent_kernels.protocol.weights import (
     check_receipt,
     state_digest,
 )
-from train_bridge.modules import Bridged
+from train_bridge.modules import Bridged, unwrapped
 from train_bridge.state import MODEL_DTYPE, WeightVersion
 
 _FOLLOWED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -81,7 +81,7 @@ def exported_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     A tied head is not repeated. FSDP2 shards are gathered, so all ranks must take part.
     """
-    for name, parameter in _bridged(model).named_parameters():
+    for name, parameter in _bridged(model).hf_parameters():
         tensor = parameter.detach()
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
@@ -108,7 +108,7 @@ def check_prepared(model: nn.Module) -> None:
         master = inner.get_submodule(name).weight
         if kept.key != state.key_of(master):
             continue  # would be made again before its next use
-        rounded = master.detach().to(MODEL_DTYPE)
+        rounded = state.engine_rows(name, master.detach()).to(MODEL_DTYPE)
         ours = kept.weight.to(MODEL_DTYPE)
         if not torch.equal(rounded.view(torch.int16), ours.view(torch.int16)):
             stale.append(f"{name}.weight")
@@ -204,7 +204,7 @@ def _some(names: list[str]) -> str:
 
 
 def _bridged(model: nn.Module) -> Any:
-    inner = getattr(model, "module", model)
+    inner = unwrapped(model)
     if not isinstance(inner, Bridged):
         raise InvalidInputError(
             f"weights: model must be bridged, got {type(model).__name__}. Call bridge_model first"

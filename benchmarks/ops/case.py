@@ -13,7 +13,9 @@ import torch
 
 from benchmarks.ops import cases as case_files
 from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.testing import hazard_activations
 
+_DISTINCT_ROWS = 257
 _CPU_IMPLEMENTATIONS = ("reference", "onednn")
 
 
@@ -38,6 +40,13 @@ class Setting:
     def rows(self) -> tuple[int, ...]:
         """Return the batch sizes that every op is measured at."""
         return (1, 5) if self.small else (1, 64, 256, 4096)
+
+    def hazards(self, *shape: int, seed: int) -> torch.Tensor:
+        """Return bf16 `hazard_activations`; from row 257 on rows repeat (drawing takes long)."""
+        distinct = min(shape[0], _DISTINCT_ROWS)
+        x = hazard_activations((distinct, *shape[1:]), seed=seed, device=self.device)
+        repeats = -(-shape[0] // distinct)
+        return x.repeat(repeats, *(1 for _ in shape[1:]))[: shape[0]]
 
     def normal(
         self,

@@ -194,7 +194,7 @@ def main(
         Setting(device, small),
         repeats,
         source,
-        lambda text: notes.print(text, markup=False, highlight=False),
+        functools.partial(typer.echo, err=True),
         keep,
     )
     console.print(table(outcome.rows))

@@ -19,7 +19,16 @@ from benchmarks.ops.relations import check_rows
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.testing import hazard_activations, split_k_linear
 
-OPS = ("linear",)
+DENSE = {
+    "attention",
+    "embedding",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "token_logprobs",
+}
+OPS = [module.OP for module in case_modules()]
 SOURCE = Provenance("a test", {"torch": torch.__version__}, "0" * 40)
 SMALL = Setting("cpu", small=True)
 
@@ -52,8 +61,8 @@ def measured(*modules: Any) -> run.Outcome:
     return run.measure(list(modules), SMALL, 2, SOURCE, lambda text: None)
 
 
-def test_every_case_file_is_tested() -> None:
-    assert {m.OP for m in case_modules()} == set(OPS)
+def test_every_dense_op_has_a_case_file() -> None:
+    assert set(OPS) >= DENSE
 
 
 @pytest.mark.parametrize("op", OPS)

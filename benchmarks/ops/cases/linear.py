@@ -12,7 +12,6 @@ from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
 from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.linear.spec import IMPLEMENTATIONS
-from consistent_kernels.testing import hazard_activations
 
 OP = "linear"
 _SHAPES = {
@@ -29,7 +28,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Every projection at every batch size; lm_head with fp32 logits, as the sampler reads them."""
     for name, (n, k) in (_SMALL if setting.small else _SHAPES).items():
         master = setting.normal(n, k, seed=n, scale=0.05)
-        x = hazard_activations((max(setting.rows()), k), seed=k, device=setting.device)
+        x = setting.hazards(max(setting.rows()), k, seed=k)
         out_dtype = torch.float32 if name == "lm_head" else None
         for impl in setting.implementations(IMPLEMENTATIONS):
             weight = prepare_weight(master, dtype=torch.bfloat16, impl=impl, out_dtype=out_dtype)

@@ -20,3 +20,25 @@ def halving_tree_sum(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
         left, right = tl.split(tl.trans(tl.reshape(total, (2, SIZE >> (level + 1)))))
         total = left + right
     return total
+
+
+@triton.jit
+def halving_tree_columns(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum a [ROWS, COLUMNS] block over COLUMNS = 2**LEVELS as above; returns [ROWS]."""
+    total = values
+    for level in tl.static_range(LEVELS):
+        halves = tl.reshape(total, (ROWS, 2, COLUMNS >> (level + 1)))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+        total = left + right
+    return tl.reshape(total, (ROWS,))
+
+
+@triton.jit
+def halving_tree_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum a [ROWS, COLUMNS] block over ROWS = 2**LEVELS as above; returns [COLUMNS]."""
+    total = values
+    for level in tl.static_range(LEVELS):
+        halves = tl.reshape(total, (2, ROWS >> (level + 1), COLUMNS))
+        left, right = tl.split(tl.permute(halves, (1, 2, 0)))
+        total = left + right
+    return tl.reshape(total, (COLUMNS,))

@@ -1,0 +1,45 @@
+"""What the sparse top-k selects, and the pinned schedule of each implementation."""
+
+from consistent_kernels.contract import OpSpec, Program
+from consistent_kernels.program_source import source_sha256
+
+SPEC = OpSpec(
+    op="sparse_topk",
+    version=1,
+    fields={
+        "key": "ordered score bits << 32 | position inside the request; the k largest keys",
+        "ordered_bits": "bits ^ 0x80000000 if the sign is clear, else ~bits",
+        "signed_zero": "-0.0 counts as +0.0",
+        "nan": "every NaN is one value, below -inf",
+        "ties": "larger position wins",
+        "order": "descending position, -1 padding last",
+        "short_rows": "a row of at most k positions selects them all",
+    },
+)
+"""Why the two zeros are one value: index scores are sums of relu(q . k) * w, whose zeros take their
+sign from the weights and from the compiler's max; as numbers they tie, and ties go by position.
+Why NaN is lowest: a broken score must not push real ones out, and torch.topk puts it on top."""
+
+MAX_K = 2048
+"""The largest index_topk of a published model (DeepSeek-V3.2); V4 uses 512 and 1024."""
+
+WIDTH = 8192
+"""Triton: keys that one program holds in registers, 16 a thread."""
+
+CHUNK = 8192
+"""Triton: scores whose group maxima one program forms."""
+
+NUM_WARPS = 16
+
+_FILES = {"reference": ("reference.py",), "triton": ("triton.py",)}
+
+IMPLEMENTATIONS = tuple(_FILES)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference" or "triton")."""
+    schedule = {"width": WIDTH, "chunk": CHUNK, "num_warps": NUM_WARPS} if impl == "triton" else {}
+    shared = ("alignment.py",) if impl == "triton" else ()
+    return Program(
+        impl, source_sha256("sparse_topk", "spec.py", *_FILES[impl], shared=shared), schedule
+    )

@@ -155,8 +155,8 @@ def _sparse_topk_kernel(
         if part < parts:
             last = parts == 1
             level_base = maxima_ptr + row * maxima_stride
-            if LEVELS > 0:
-                if levels > 0:  # noqa: SIM102 (LEVELS is known to the compiler, levels is not)
+            if LEVELS > 0:  # noqa: SIM102 (the compiler knows LEVELS, not levels)
+                if levels > 0:
                     keys = _chunk_keys(row_ptr, part, first, stop, CHUNK)
                     size = _groups(columns, ARITY)
                     store_ptr = level_base

@@ -1,5 +1,7 @@
-"""The Triton program of the sparse top-k: compiled for GPUs that are not here, interpreted; on a GPU
-long rows, a captured graph, and vLLM's kernel on scores without ties."""
+"""The Triton program of the sparse top-k: compiled for GPUs that are not here, and interpreted.
+
+On a GPU: long rows, a captured graph, and vLLM's kernel on scores without ties.
+"""
 
 from __future__ import annotations
 

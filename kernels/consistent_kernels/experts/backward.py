@@ -1,0 +1,93 @@
+"""Gradients of the experts, expert by expert, through PyTorch's GEMMs with fp32 accumulation."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.experts.reference import expert_slices, gated_activation, sorted_rows
+
+Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A B in fp32, on tensor cores where CUDA can keep the accumulators."""
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def gated_activation_bwd(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, limit: float | None
+) -> torch.Tensor:
+    """Gradients of (gate, up) side by side, [R, 2 I] fp32.
+
+    With s = sigmoid(g) of the clamped values: d gate = grad u s (1 + g (1 - s)), d up = grad g s;
+    a clamped value has gradient 0.
+
+    Args:
+        grad: [R, I] fp32; gate, up: [R, I].
+    """
+    g32, u32 = gate.float(), up.float()
+    gate_free = up_free = None
+    if limit is not None:
+        gate_free, up_free = g32 <= limit, u32.abs() <= limit
+        g32, u32 = g32.clamp(max=limit), u32.clamp(min=-limit, max=limit)
+    sigmoid = torch.sigmoid(g32)
+    grad_gate = grad * u32 * sigmoid * (1.0 + g32 * (1.0 - sigmoid))
+    grad_up = grad * g32 * sigmoid
+    if gate_free is not None and up_free is not None:
+        grad_gate, grad_up = grad_gate * gate_free, grad_up * up_free
+    return torch.cat([grad_gate, grad_up], dim=1)
+
+
+def experts_bwd_ref(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float | None,
+    needs: tuple[bool, bool, bool, bool],
+) -> Grads:
+    """See `consistent_kernels.experts.api.experts_bwd`; intermediate results are recomputed."""
+    tokens, slots = ids.shape
+    order, counts = sorted_rows(ids, w13.shape[0])
+    token = order // slots
+    dtype = x.dtype
+    rows, grad_rows = x[token], grad[token]
+    row_weights = weights.reshape(-1)[order].float()[:, None]
+    grad_x = x.new_zeros((tokens * slots, x.shape[1]), dtype=torch.float32) if needs[0] else None
+    grad_w13 = torch.zeros_like(w13, dtype=torch.float32) if needs[1] else None
+    grad_w2 = torch.zeros_like(w2, dtype=torch.float32) if needs[2] else None
+    grad_weights = torch.zeros_like(weights).reshape(-1) if needs[3] else None
+    for expert, part in expert_slices(counts):
+        gate_up, down = w13[expert].to(dtype), w2[expert].to(dtype)
+        mine = rows[part]
+        gate, up = product(mine, gate_up.t()).to(dtype).chunk(2, dim=1)
+        hidden = gated_activation(gate, up, limit)
+        if grad_weights is not None:
+            y = product(hidden, down.t()).to(dtype).float()
+            grad_weights[order[part]] = (grad_rows[part].float() * y).sum(-1)
+        grad_y = (grad_rows[part].float() * row_weights[part]).to(dtype)
+        if grad_w2 is not None:
+            grad_w2[expert] = product(grad_y.t(), hidden)
+        if grad_x is None and grad_w13 is None:
+            continue
+        grad_gate_up = gated_activation_bwd(product(grad_y, down), gate, up, limit).to(dtype)
+        if grad_w13 is not None:
+            grad_w13[expert] = product(grad_gate_up.t(), mine)
+        if grad_x is not None:
+            grad_x[order[part]] = product(grad_gate_up, gate_up)
+    if grad_x is not None:
+        per_slot = grad_x.view(tokens, slots, -1)
+        grad_x = per_slot[:, 0].clone()
+        for slot in range(1, slots):
+            grad_x += per_slot[:, slot]
+        grad_x = grad_x.to(dtype)
+    return (
+        grad_x,
+        grad_w13,
+        grad_w2,
+        None if grad_weights is None else grad_weights.view(tokens, slots),
+    )

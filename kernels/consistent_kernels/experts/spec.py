@@ -1,0 +1,82 @@
+"""What the experts compute, and the pinned schedule of each implementation."""
+
+import dataclasses
+
+from consistent_kernels.contract import OpSpec, Program, Scalar
+from consistent_kernels.program_source import source_sha256
+
+SPEC = OpSpec(
+    op="experts",
+    version=1,
+    fields={
+        "formula": "y[t] = sum_k w[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) + shared[t]",
+        "weight": "master rounded to the model dtype, nearest even; gate rows, then up rows",
+        "accumulate": "fp32 over ascending K in every GEMM",
+        "gate_up": "rounded to the model dtype",
+        "clamp": "where the model has one: gate <= limit, |up| <= limit, in fp32",
+        "activation": "gate / (1 + exp(-gate)) * up in fp32, rounded once to the model dtype",
+        "down": "rounded to the model dtype, unweighted",
+        "combine": "fp32 products and sums in slot order from +0, no contraction, then the shared "
+        "expert's result, one rounding",
+        "nowhere": "a slot of id -1 adds nothing",
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedTile:
+    """One launch configuration of the grouped GEMM."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+BASE_TILE = GroupedTile(64, 128, 64, 4, 3)
+"""The Triton program. Another tile runs only where a probe found the bits of this one."""
+
+TILES_BY_ROWS = (
+    (16, GroupedTile(16, 64, 128, 4, 4)),
+    (64, BASE_TILE),
+    (0, GroupedTile(128, 128, 64, 8, 3)),
+)
+"""(mean rows of an expert up to which a tile is used, tile), ascending; 0 stands for any number."""
+
+SORT_BLOCK = 1024
+COMBINE_BLOCK = 1024
+NUM_WARPS = 4
+
+LAYOUTS = ("contiguous", "masked")
+"""Rows sorted by expert without gaps, or [E, capacity] with the first rows of each in use."""
+
+_FILES = {
+    "reference": ("reference.py",),
+    "onednn": ("reference.py",),
+    "triton": ("triton.py", "triton_layout.py"),
+}
+IMPLEMENTATIONS = tuple(_FILES)
+
+
+def choose(device_type: str) -> str:
+    """Return the implementation for a device type; on CPU it is that of `linear`."""
+    from consistent_kernels.linear.spec import choose as choose_linear
+
+    return "triton" if device_type == "cuda" else choose_linear(device_type)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference", "onednn" or "triton")."""
+    shared = ("alignment.py",) if impl == "triton" else ()
+    source = source_sha256("experts", "spec.py", *_FILES[impl], shared=shared)
+    return Program(impl, source, _schedule(impl))
+
+
+def _schedule(impl: str) -> dict[str, Scalar]:
+    if impl == "triton":
+        return dataclasses.asdict(BASE_TILE) | {"contraction": False}
+    # Imported here: the CPU programs are calls of `linear`'s, expert by expert.
+    from consistent_kernels.linear import spec as linear
+
+    return {"gemm": "linear, expert by expert", "linear": linear.program(impl).source_sha256}

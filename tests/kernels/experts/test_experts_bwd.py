@@ -1,0 +1,154 @@
+"""The experts' gradients against autograd in fp64, with a derived bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_cases import SHAPES, prepared, routing, tokens
+
+from consistent_kernels.errors import InvalidInputError
+from consistent_kernels.experts import experts_bwd
+from consistent_kernels.testing import hazard_activations
+
+U, TINY = 2.0**-8, 2.0**-23
+
+
+def rounded(value: torch.Tensor) -> torch.Tensor:
+    """bf16 values in fp64, the gradient straight through."""
+    return value + (value.detach().float().bfloat16().double() - value.detach())
+
+
+def graph(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float | None,
+) -> torch.Tensor:
+    """The layer in fp64 with the spec's rounding points, differentiable."""
+    out = torch.zeros_like(x)
+    for row, slot in (ids >= 0).nonzero().tolist():
+        expert = int(ids[row, slot])
+        gate, up = rounded(w13[expert] @ x[row]).chunk(2)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        hidden = rounded(gate * torch.sigmoid(gate) * up)
+        index = torch.tensor([row], device=x.device)
+        out = out.index_add(0, index, weights[row, slot] * rounded(w2[expert] @ hidden)[None])
+    return out
+
+
+def case(name: str, rows: int, impl: str, device: str) -> dict[str, torch.Tensor]:
+    shape = SHAPES[name]
+    w13, w2 = prepared(shape, impl, device)
+    ids, weights = routing(shape, rows, device, seed=2)
+    return {
+        "x": tokens(shape, rows, device, seed=1),
+        "w13": w13,
+        "w2": w2,
+        "topk_ids": ids,
+        "topk_weights": weights,
+    }
+
+
+def magnitudes(
+    grad: torch.Tensor, given: dict[str, torch.Tensor], limit: float | None
+) -> dict[str, torch.Tensor]:
+    """The gradients' sums with every term's magnitude: what rounding errors are relative to."""
+    x, w13, w2 = (given[name].double() for name in ("x", "w13", "w2"))
+    ids, weights = given["topk_ids"], given["topk_weights"].double()
+    size = {name: torch.zeros_like(given[name].double()) for name in ("x", "w13", "w2")}
+    size["topk_weights"] = torch.zeros_like(weights)
+    g = grad.double().abs()
+    for row, slot in (ids >= 0).nonzero().tolist():
+        expert = int(ids[row, slot])
+        gate, up = (w13[expert].abs() @ x[row].abs()).chunk(2)
+        # |silu(g)| <= |g|, |silu'| <= 1.1; a clamp only makes values smaller.
+        hidden = gate * up
+        size["topk_weights"][row, slot] = g[row] @ (w2[expert].abs() @ hidden)
+        grad_y = weights[row, slot] * g[row]
+        size["w2"][expert] += grad_y[:, None] * hidden[None]
+        grad_hidden = grad_y @ w2[expert].abs()
+        both = torch.cat([1.1 * grad_hidden * up, grad_hidden * gate])
+        size["w13"][expert] += both[:, None] * x[row].abs()[None]
+        size["x"][row] += both @ w13[expert].abs()
+    return size
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("name", ["tiny", "ragged"])
+def test_experts_grad_matches_reference(
+    impl_device: tuple[str, str], name: str, limit: float | None
+) -> None:
+    impl, device = impl_device
+    given = case(name, 23, impl, device)
+    grad = hazard_activations((23, SHAPES[name].hidden), seed=3, device=device)
+    actual = experts_bwd(grad, **given, limit=limit, impl=impl)
+    exact = {
+        key: value.double().requires_grad_() for key, value in given.items() if key != "topk_ids"
+    }
+    out = graph(
+        **{
+            **{"ids": given["topk_ids"], "limit": limit},
+            **{
+                "x": exact["x"],
+                "w13": exact["w13"],
+                "w2": exact["w2"],
+                "weights": exact["topk_weights"],
+            },
+        }
+    )
+    (out * grad.double()).sum().backward()
+    size = magnitudes(grad, given, limit)
+    # Intermediates are rounded to bf16 at: gate and up, hidden, y (the forward's points, which may
+    # fall on the other side of a tie), w g, the gradients of gate and up: at most five roundings
+    # of U meet in one term, and the fp32 sums are shorter than n = 2 I + H + rows.
+    steps = 2 * SHAPES[name].width + SHAPES[name].hidden + 23
+    relative = 5 * U * (1 + U) ** 5 + steps * TINY
+    for key, grads in zip(("x", "w13", "w2", "topk_weights"), actual, strict=True):
+        assert grads.dtype == (torch.bfloat16 if key == "x" else torch.float32)
+        bound = size[key] * relative + exact[key].grad.abs() * U
+        error = (grads.double() - exact[key].grad).abs()
+        assert bool((error <= bound).all()), key
+        # The bound is not loose enough to pass anything: gradients are well above it on the whole.
+        assert float(bound.norm()) < 0.5 * float(size[key].norm())
+
+
+def test_control_a_wrong_gradient_breaks_the_bound(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    given = case("tiny", 23, impl, device)
+    grad = hazard_activations((23, 64), seed=3, device=device)
+    right = experts_bwd(grad, **given, impl=impl)
+    swapped = given | {"topk_weights": given["topk_weights"].flip(1).contiguous()}
+    wrong = experts_bwd(grad, **swapped, impl=impl)
+    size = magnitudes(grad, given, None)
+    for index, key in enumerate(("x", "w13", "w2")):
+        error = (wrong[index].double() - right[index].double()).abs()
+        assert not bool((error <= size[key] * 6 * U).all()), key
+
+
+def test_experts_bwd_computes_what_is_needed(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    given = case("tiny", 5, impl, device)
+    grad = hazard_activations((5, 64), seed=4, device=device)
+    for wanted in range(4):
+        needs = tuple(index == wanted for index in range(4))
+        grads = experts_bwd(grad, **given, needs=needs, impl=impl)
+        assert [g is not None for g in grads] == list(needs)
+
+
+def test_experts_bwd_gives_unused_experts_zero(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    given = case("tiny", 5, impl, device)
+    grad = hazard_activations((5, 64), seed=5, device=device)
+    _, grad_w13, grad_w2, _ = experts_bwd(grad, **given, impl=impl)
+    assert not bool(grad_w13[-1].any() | grad_w2[-1].any())
+
+
+def test_experts_bwd_rejects_bad_inputs() -> None:
+    given = case("tiny", 3, "reference", "cpu")
+    with pytest.raises(
+        InvalidInputError, match=r"grad_out must be torch\.bfloat16 of shape \(3, 64\)"
+    ):
+        experts_bwd(torch.zeros(3, 64), **given, impl="reference")

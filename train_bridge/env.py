@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from consistent_kernels.errors import ConfigurationError
+
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """cuBLAS is run-to-run deterministic only with one of the workspaces below; it reads this once."""
 
@@ -13,3 +15,20 @@ _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 def cublas_is_deterministic() -> bool:
     """Return whether cuBLAS was started with a workspace that makes it deterministic."""
     return os.environ.get(CUBLAS_WORKSPACE, "") in _DETERMINISTIC_WORKSPACES
+
+
+VERL_ENGINE_VENDOR = "VERL_ENGINE_VENDOR"
+"""verl's variable: which vendor's engines its registry returns."""
+
+
+def select_verl_engine(vendor: str) -> None:
+    """Make verl take `vendor`'s engines in this process.
+
+    Raises:
+        ConfigurationError: the variable asks for another vendor.
+    """
+    found = os.environ.setdefault(VERL_ENGINE_VENDOR, vendor)
+    if found != vendor:
+        raise ConfigurationError(
+            [f"{VERL_ENGINE_VENDOR}={found} selects another engine; unset it"], "environment"
+        )

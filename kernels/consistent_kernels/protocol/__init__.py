@@ -1,5 +1,6 @@
 """What engine and trainer exchange: mismatch reports, weight digests and receipts, reports."""
 
+from consistent_kernels.protocol.handover import HANDOVER_NAME, Handover, split_handover
 from consistent_kernels.protocol.mismatch import MismatchReport, TokenMismatch, compare_logprobs
 from consistent_kernels.protocol.report import (
     ConsistencyReport,
@@ -16,7 +17,9 @@ from consistent_kernels.protocol.weights import (
 )
 
 __all__ = [
+    "HANDOVER_NAME",
     "ConsistencyReport",
+    "Handover",
     "MismatchReport",
     "TensorDigest",
     "TokenMismatch",
@@ -26,6 +29,7 @@ __all__ = [
     "check_reports",
     "compare_logprobs",
     "environment_facts",
+    "split_handover",
     "state_digest",
     "tensor_digest",
 ]

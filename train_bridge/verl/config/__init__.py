@@ -1,0 +1,1 @@
+"""Hydra configurations; `pkg://train_bridge.verl.config` is their search path."""

@@ -1,0 +1,160 @@
+"""verl's FSDP2 engine with our model and our log-probs.
+
+What is verl's stays: loading, sharding, mixed precision, micro-batches, optimizer, checkpoints and
+the loss. Ours are three places: the module (bridged before FSDP2 wraps it), the inputs and outputs
+of its forward, and the weight stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.model import extract_multi_modal_inputs
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead
+from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+
+from consistent_kernels.errors import ConfigurationError, UnsupportedError
+from consistent_kernels.protocol.report import ConsistencyReport
+from train_bridge.determinism import deterministic_gradients
+from train_bridge.hf import bridge_model
+from train_bridge.modules import Scoring
+from train_bridge.reporting import consistency_report
+from train_bridge.verl.weight_stream import weight_stream
+
+
+class ConsistentFSDPEngineWithLMHead(FSDPEngineWithLMHead):
+    """`FSDPEngineWithLMHead` whose log-probs are the rollout's, bit for bit.
+
+    Registered for backend fsdp2 under the vendor "train_bridge" (see `registry.activate`).
+    Micro-batches are always packed; `use_remove_padding` makes no difference to any bit.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse(model_config, engine_config)
+        self.served = False
+        super().__init__(model_config, engine_config, *args, **kwargs)
+        self._valid_vocab = len(model_config.tokenizer)
+        self._banned_ids = get_vision_placeholder_token_ids(model_config.processor) or None
+
+    def account(self) -> ConsistencyReport:
+        """Return the report of this rank's model."""
+        return consistency_report(self.module)
+
+    def _build_module(self) -> torch.nn.Module:
+        return bridge_model(super()._build_module(), device_type=get_device_name())
+
+    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's; a training step with deterministic gradients where they are asked for."""
+        training = not (kwargs.get("forward_only") or (len(args) > 2 and args[2]))
+        wanted = getattr(self.engine_config, "deterministic_gradients", False) and training
+        switch = deterministic_gradients(get_device_name()) if wanted else contextlib.nullcontext()
+        with switch:
+            output = super().forward_backward_batch(*args, **kwargs)
+        self.served = True
+        return output
+
+    def get_per_tensor_param(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """As verl's, in bf16, with a receipt at the end (see `weight_stream`)."""
+        named, _ = super().get_per_tensor_param(*args, **kwargs)
+        return weight_stream(self.module, named, served=self.served), None
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict]:
+        """Return what the bridged forward takes: a packed batch, and which tokens to score.
+
+        Only response tokens are scored where the batch says which these are; others are 0.
+        """
+        _refuse_batch(micro_batch)
+        input_ids, position_ids = micro_batch["input_ids"], micro_batch["position_ids"]
+        offsets = input_ids.offsets()
+        packed = self.module.pack(
+            input_ids.values().unsqueeze(0), None, position_ids.values().unsqueeze(0), offsets
+        )
+        ids = packed.next_ids()
+        rows = ((ids >= 0) & _before_response(micro_batch, offsets)).nonzero().squeeze(1)
+        scoring = Scoring(
+            rows=rows,
+            ids=ids.index_select(0, rows),
+            temperature=_temperature(micro_batch["temperature"], offsets, rows),
+            valid_vocab=min(self._valid_vocab, self.module.config.vocab_size),
+            banned=_banned(self._banned_ids, ids.device),
+            entropy=bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", False)),
+        )
+        return {"batch": packed, "scoring": scoring}, {"rows": rows, "tokens": packed.num_tokens}
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return log_probs (and entropy) as verl's jagged tensors: entry t is about token t + 1."""
+        offsets = micro_batch["input_ids"].offsets()
+
+        def jagged(column: torch.Tensor) -> torch.Tensor:
+            full = column.new_zeros(output_args["tokens"])
+            full = full.index_copy(0, output_args["rows"], column)
+            return torch.nested.nested_tensor_from_jagged(full, offsets)
+
+        log_probs, entropy = output
+        found = {"log_probs": jagged(log_probs)}
+        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+            found["entropy"] = jagged(entropy)
+        return found
+
+
+def _temperature(
+    temperature: float | torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
+) -> float | torch.Tensor:
+    """One number, or verl's [B] tensor spread over the scored rows, fp32 as the engine divides."""
+    if not isinstance(temperature, torch.Tensor):
+        return float(temperature)
+    heat = temperature.to(rows.device, torch.float32)
+    return heat.repeat_interleave(offsets.diff())[rows]
+
+
+def _banned(ids: list[int] | None, device: torch.device) -> torch.Tensor | None:
+    return None if ids is None else torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+def _before_response(micro_batch: TensorDict, offsets: torch.Tensor) -> torch.Tensor:
+    """[T] bool: tokens whose next one lies in a response; all where responses are not jagged."""
+    tokens = torch.ones(int(offsets[-1]), dtype=torch.bool, device=offsets.device)
+    responses = micro_batch.get("responses", None)
+    if responses is None or not responses.is_nested:
+        return tokens
+    lengths = offsets.diff()
+    until = offsets[1:].repeat_interleave(lengths)
+    count = responses.offsets().diff().to(offsets.device).repeat_interleave(lengths)
+    return torch.arange(tokens.numel(), device=offsets.device) >= until - count - 1
+
+
+def _refuse(model_config: Any, engine_config: Any) -> None:
+    """Refuse what would not be mirrored; the preflight names keys, this is the last line."""
+    found = []
+    if model_config.lora_rank > 0 or model_config.lora_adapter_path:
+        found.append("LoRA is not supported: the engine would run kernels outside the contract")
+    if model_config.use_fused_kernels or model_config.use_liger:
+        found.append("use_fused_kernels and use_liger replace our forward; turn them off")
+    if engine_config.ulysses_sequence_parallel_size > 1:
+        found.append("ulysses_sequence_parallel_size > 1 is not supported; use 1")
+    if engine_config.pad_to_length:
+        found.append("pad_to_length is not supported: padding is never computed; turn it off")
+    if getattr(engine_config.qat, "enable", False):
+        found.append("qat is not supported; turn it off")
+    if model_config.tokenizer is None:
+        found.append("the tokenizer is not loaded: its length bounds the vocabulary of the rollout")
+    if found:
+        raise ConfigurationError(found, "training engine")
+
+
+def _refuse_batch(micro_batch: TensorDict) -> None:
+    for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
+        if tu.get_non_tensor_data(micro_batch, key, False):
+            raise UnsupportedError("training engine", key, ["log_probs", "entropy"])
+    if extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])):
+        raise UnsupportedError("training engine", "images, video or audio", ["text"])

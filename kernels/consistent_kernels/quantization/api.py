@@ -117,8 +117,7 @@ def quantize_blocks(
     """q = round(clamp(w * (1 / s), -448, 448)), s = max(amax, 1e-10) / 448 of a 128 x 128 block.
 
     Source: verl's `scaled_fp8_blockwise` and DeepGEMM's `per_block_cast_to_fp8`, with IEEE
-    divisions;
-    docs/numerics.md says where the bits differ from theirs.
+    divisions; docs/numerics.md says where the bits differ from theirs.
 
     Args:
         weight: [N, K], bf16, fp16 or fp32; neither N nor K need be a multiple of 128.

@@ -1,0 +1,138 @@
+"""FP8 linear by DeepGEMM's `fp8_gemm_nt`, out of vLLM's wheel.
+
+DeepGEMM picks its tile by the number of rows, never a split of K, and promotes every 128 columns
+into fp32 accumulators in ascending order. Its bits on an H200 did not depend on M; a probe shows it
+on each machine and for each weight shape, and a difference is a refusal.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from consistent_kernels.alignment import aligned
+from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.fp8_linear.probe import probe_operands, rows_that_differ
+from consistent_kernels.fp8_linear.spec import (
+    BLOCK_K,
+    DEEP_GEMM_COLUMNS,
+    LARGEST_ROWS,
+    PROBED_ROWS,
+)
+from consistent_kernels.quantization.layout import tma_aligned_scales
+from consistent_kernels.vendored import deep_gemm
+
+_HOPPER, _BLACKWELL = 9, 10
+
+
+def check_supported(
+    columns: int, inner: int, out_dtype: torch.dtype, scale_format: str, major: int
+) -> None:
+    """Raise unless DeepGEMM serves this shape on a GPU of compute capability `major`.x.
+
+    Args:
+        columns, inner: N, K of the weight.
+        out_dtype: bf16 only.
+        scale_format: "fp32" on Hopper alone; Blackwell reads power-of-two scales.
+
+    Raises:
+        UnsupportedError: names everything that does not fit, and what would.
+    """
+    problems = []
+    if major not in (_HOPPER, _BLACKWELL):
+        problems.append(f"compute capability {major}.x")
+    if columns % DEEP_GEMM_COLUMNS or inner % BLOCK_K:
+        problems.append(f"weight ({columns}, {inner})")
+    if out_dtype != torch.bfloat16:
+        problems.append(f"out_dtype {out_dtype}")
+    if major == _BLACKWELL and scale_format != "ue8m0":
+        problems.append(f"scale_format {scale_format!r} on compute capability 10.x")
+    if problems:
+        raise UnsupportedError(
+            "fp8_linear (deep_gemm)",
+            ", ".join(problems),
+            (
+                f"N in multiples of {DEEP_GEMM_COLUMNS} and K of {BLOCK_K}, torch.bfloat16 out, "
+                "compute capability 9.x, or 10.x with ue8m0 scales",
+                "impl 'triton'",
+            ),
+        )
+
+
+def require(weight: torch.Tensor, out_dtype: torch.dtype, scale_format: str) -> None:
+    """`check_supported` for a weight [N, K] on its own device."""
+    major = torch.cuda.get_device_capability(weight.device)[0] if weight.is_cuda else 0
+    check_supported(*weight.shape, out_dtype, scale_format, major)
+
+
+def multiply(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    scale_format: str,
+) -> torch.Tensor:
+    """One call of `fp8_gemm_nt`, unprobed; arguments as in `fp8_gemm_fwd`."""
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    if x.shape[0]:
+        _library().fp8_gemm_nt(
+            (aligned(x), tma_aligned_scales(x_scale)),
+            (weight, weight_scale),
+            y,
+            # Blackwell packs exponents; the cast of a power of two is exact.
+            disable_ue8m0_cast=scale_format != "ue8m0",
+        )
+    return y
+
+
+@functools.cache
+def _library() -> Any:
+    return deep_gemm()
+
+
+@functools.cache
+def check_batch_invariance(
+    columns: int, inner: int, scale_format: str, device: torch.device
+) -> None:
+    """Raise unless rows have the same bits in calls of every probed size; cached.
+
+    The first use of a shape compiles kernels (DeepGEMM keeps them on disk), so the probe is also
+    the warm-up of that shape.
+
+    Raises:
+        UnsupportedError: names the row counts that differ.
+    """
+
+    def run(operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return multiply(*operands, scale_format)
+
+    operands = probe_operands(LARGEST_ROWS, columns, inner, device)
+    differ = rows_that_differ(run, operands, PROBED_ROWS)
+    if differ:
+        raise UnsupportedError(
+            "fp8_linear (deep_gemm)",
+            f"weight ({columns}, {inner}) here: rows in calls of {differ} have other bits than "
+            f"in a call of {LARGEST_ROWS}",
+            ("impl 'triton'",),
+        )
+
+
+def fp8_gemm_deep_gemm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    scale_format: str,
+) -> torch.Tensor:
+    """y = round(x W^T); arguments as in `fp8_gemm_ref`.
+
+    Args:
+        x_scale: best from `quantize_rows(..., tma_aligned=True)`; copied otherwise.
+        scale_format: what both scales hold.
+    """
+    require(weight, out_dtype, scale_format)
+    check_batch_invariance(*weight.shape, scale_format, weight.device)
+    return multiply(x, x_scale, weight, weight_scale, scale_format)

@@ -1,0 +1,42 @@
+"""What the FP8 caches hold and return, and the pinned schedule of each implementation."""
+
+from consistent_kernels.contract import OpSpec, Program, float_bits
+from consistent_kernels.program_source import source_sha256
+
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn."""
+
+MIN_AMAX = 1e-4
+"""Smallest group maximum of V4 and of the indexer, as in vLLM."""
+
+MIN_NORMAL = 2.0**-126
+"""Smallest scale of V3.2: FLT_MIN, as in vLLM."""
+
+SPEC = OpSpec(
+    op="kv_cache_fp8",
+    version=1,
+    fields={
+        "dtype": "float8_e4m3fn, round to nearest even, saturating",
+        "amax": "largest magnitude of the group, NaN left out",
+        "v32": "512 values, groups of 128, s = max(amax / 448, min_normal) fp32; 64 bf16 kept",
+        "v4": "448 values, groups of 64, s = 2^ceil(log2(max(amax, min_amax) / 448)); 64 bf16 kept",
+        "indexer_fp32": "128 values, s = max(amax, min_amax) / 448 fp32",
+        "indexer_ue8m0": "the same, rounded up to a power of two, stored as fp32",
+        "value": "q = round(clamp(x / s)), IEEE fp32 division; NaN is 0x7f",
+        "read": "round(q * s) to bf16, one fp32 product, one rounding; NaN is 0x7fc0",
+        "min_amax": float_bits(MIN_AMAX),
+        "min_normal": float_bits(MIN_NORMAL),
+        "absent": "position -1 reads as zeros",
+        "backward": "straight-through onto the unquantized row",
+    },
+)
+
+_FILES = {"reference": ("reference.py", "layout.py"), "triton": ("triton.py", "layout.py")}
+
+IMPLEMENTATIONS = tuple(_FILES)
+
+
+def program(impl: str) -> Program:
+    """Return the program of `impl` ("reference" or "triton"); both give the same bits."""
+    source = source_sha256("kv_cache_fp8", "spec.py", *_FILES[impl])
+    return Program(impl, source, {"division": "ieee", "contraction": False})

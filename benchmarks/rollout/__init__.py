@@ -1,0 +1,1 @@
+"""Rollout speed on a GPU: our engine and stock vLLM resident side by side; see `run.py`."""

@@ -1,0 +1,181 @@
+"""The process of one engine: starts it, times rollouts, scores tokens again, profiles a step."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.rollout.process import serve
+from benchmarks.rollout.samples import Sample
+from benchmarks.rollout.works import DECODE, FIRST_TOKEN
+
+_TOP_KERNELS = 40
+
+
+class Engine:
+    """Answers `Process.call`; one engine in this process."""
+
+    def prepare(self) -> None:
+        """Import vLLM, which takes long and needs no checkpoint."""
+        from vllm import LLM  # noqa: F401
+
+    def start(self, model: str, arguments: dict[str, Any], consistent: bool) -> dict[str, Any]:
+        """Start the engine; return seconds, contract (None for stock) and what runs the model."""
+        begin = time.perf_counter()
+        if consistent:
+            from vllm_consistent.integrations.engine import ConsistentEngine
+
+            self.ours = ConsistentEngine(model, **arguments)
+            self.llm = self.ours.llm
+        else:
+            from vllm import LLM
+
+            self.ours = None
+            self.llm = LLM(model=model, **arguments)
+        seconds = time.perf_counter() - begin
+        contract = self.ours.contract.to_dict() if self.ours else None
+        return {"seconds": seconds, "contract": contract, "report": self._report()}
+
+    def _report(self) -> dict[str, Any] | None:
+        return self.ours.consistency_report() if self.ours else None
+
+    def rollout(
+        self, prompts: list[list[int]], tokens: int, measure: str, cached: bool
+    ) -> dict[str, Any]:
+        """Sample and time; return the value in the measure's unit, seconds and the samples."""
+        if not cached and not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset")
+        gc.collect()
+        begin = time.perf_counter()
+        if measure == FIRST_TOKEN:
+            outputs, latencies = [], []
+            for prompt in prompts:
+                start = time.perf_counter()
+                outputs += self._generate([prompt], tokens)
+                latencies.append((time.perf_counter() - start) * 1e3)
+            value = statistics.median(latencies)
+        else:
+            outputs = self._generate(prompts, tokens)
+            value = len(prompts) * tokens / (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        if measure == DECODE:
+            first = max(output.metrics.first_token_ts for output in outputs)
+            last = max(output.metrics.last_token_ts for output in outputs)
+            value = len(prompts) * (tokens - 1) / (last - first)
+        return {"value": value, "seconds": seconds, "samples": [_sample(o) for o in outputs]}
+
+    def _generate(self, prompts: list[list[int]], tokens: int) -> list[Any]:
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        return self.llm.generate(requests, self._params(tokens), use_tqdm=False)
+
+    def _params(self, tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False
+        )
+
+    def score(self, samples: list[Sample]) -> list[np.ndarray]:
+        """Score the sampled tokens again, as prompts: [len(token_ids)] fp32 for each sample."""
+        sequences = [sample.sequence for sample in samples]
+        if self.ours:
+            rows = [row.numpy() for row in self.ours.score(sequences)]
+        else:
+            rows = self._stock_score(sequences)
+        return [
+            row[len(sample.prompt_ids) - 1 :] for row, sample in zip(rows, samples, strict=True)
+        ]
+
+    def _stock_score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        requests = [{"prompt_token_ids": ids} for ids in sequences]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [
+            np.array(
+                [
+                    entry[token].logprob
+                    for token, entry in zip(
+                        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+                    )
+                ],
+                np.float32,
+            )
+            for output in outputs
+        ]
+
+    def profile(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Return where the time of a decode step goes, over `steps` steps of all prompts.
+
+        Wall time is taken over as many steps without the profiler; kernels by device time (on a
+        CPU: operators by CPU time).
+        """
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        core = self.llm.llm_engine
+        params = self._params(2 * steps + 16)
+        names = [f"profile-{index}" for index in range(len(prompts))]
+        for name, ids in zip(names, prompts, strict=True):
+            core.add_request(name, {"prompt_token_ids": ids}, params)
+        started: set[str] = set()
+        while len(started) < len(prompts):
+            started |= {output.request_id for output in core.step() if output.outputs[0].token_ids}
+        on_cuda = torch.cuda.is_available()
+        wait = torch.cuda.synchronize if on_cuda else _nothing
+        wait()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            core.step()
+        wait()
+        wall = (time.perf_counter() - begin) / steps
+        activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+        with profile(activities=[activity]) as record:
+            for _ in range(steps):
+                core.step()
+            wait()
+        while core.has_unfinished_requests():
+            core.step()
+        kernels = _kernels(record, steps, on_cuda)
+        return {
+            "requests": len(prompts),
+            "steps": steps,
+            "wall_us_per_step": wall * 1e6,
+            "kernel_us_per_step": sum(kernel["us_per_step"] for kernel in kernels),
+            "kernels": kernels[:_TOP_KERNELS],
+        }
+
+
+def _nothing() -> None:
+    return None
+
+
+def _kernels(record: Any, steps: int, on_cuda: bool) -> list[dict[str, Any]]:
+    field = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    rows = [
+        {
+            "name": event.key,
+            "us_per_step": getattr(event, field) / steps,
+            "calls_per_step": event.count / steps,
+        }
+        for event in record.key_averages()
+    ]
+    return sorted(
+        (row for row in rows if row["us_per_step"] > 0), key=lambda row: -row["us_per_step"]
+    )
+
+
+def _sample(output: Any) -> Sample:
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    values = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+    return Sample(list(output.prompt_token_ids), ids, np.array(values, np.float32))
+
+
+if __name__ == "__main__":
+    serve(Engine())

@@ -1,0 +1,426 @@
+"""One session: the engines of some works resident together, timed in turn, then checked.
+
+Order: make checkpoints; start every engine at once (pages are sized by hand, so that no engine
+measures memory while another one starts); a small parity check; the timed rounds; profiles; end
+the stock engines, whose memory the trainers need; the parity check of every work; rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import Row
+from benchmarks.common.stats import INTERVAL, paired_ratio
+from benchmarks.rollout.models import Checkpoint
+from benchmarks.rollout.process import Process, ProcessError
+from benchmarks.rollout.samples import Comparison, Sample, compare, enough
+from benchmarks.rollout.variants import STOCK, Variant
+from benchmarks.rollout.works import Work
+from consistent_kernels.errors import ConsistencyError
+
+LEAST_LOGPROB = -3.0
+"""Mean log-prob below which logits are too flat for a comparison to mean much."""
+
+_SMOKE = (4, 16)
+_BLOCK = 16
+
+
+class ParityError(ConsistencyError):
+    """Log-probs differ, are too few or too flat; no speed is reported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a session is told.
+
+    Attributes:
+        variants: stock first, unless only parity is checked.
+        pairs: timed rounds.
+        warmups: rounds before them.
+        parity_tokens: sampled tokens to compare for each work, at least.
+        device: "cuda" or "cpu".
+        engine_args: further arguments of every engine.
+        packed_tokens: tokens of one forward of the trainer.
+        environment: of every process.
+        logs: folder of the processes' logs.
+        profile_steps: decode steps of a profile, 0 for none.
+        cache_state: "cold" or "warm", as the compile caches are at the start.
+    """
+
+    variants: Sequence[Variant]
+    pairs: int
+    warmups: int
+    parity_tokens: int
+    device: str
+    engine_args: dict[str, Any]
+    packed_tokens: int
+    environment: dict[str, str]
+    logs: Path
+    profile_steps: int
+    cache_state: str
+
+
+class Clock:
+    """Says when a phase begins and ends, and remembers how long each took."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._zero = time.perf_counter()
+        self.phases: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body of a `with`."""
+        begin = time.perf_counter()
+        self._tell(f"[{begin - self._zero:6.1f} s] {name} ...")
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.phases.append((name, end - begin))
+            self._tell(f"[{end - self._zero:6.1f} s] {name}: {end - begin:.1f} s")
+
+    def tell(self, text: str) -> None:
+        """Print a line with the time."""
+        self._tell(f"[{time.perf_counter() - self._zero:6.1f} s] {text}")
+
+
+@dataclasses.dataclass
+class Seat:
+    """One engine of the session.
+
+    Attributes:
+        variant: its environment and duties.
+        engine: its process.
+        trainer: the process that will score its samples, where the plugin serves it.
+        started: what `Engine.start` returned.
+        values: by work key, what was measured in each timed round.
+        samples: by work key, what was sampled in the timed rounds.
+    """
+
+    variant: Variant
+    engine: Process
+    trainer: Process | None
+    started: dict[str, Any] = dataclasses.field(default_factory=dict)
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    samples: dict[str, list[Sample]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Result:
+    """What a session leaves.
+
+    Attributes:
+        rows: of every work and variant whose parity check passed.
+        refusals: one line for every work whose speed is not reported, and why.
+        broken: one line for every variant that did not start or died.
+        profiles: where a decode step's time goes, by work and variant.
+    """
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    refusals: list[str] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+    profiles: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def engine_arguments(works: Sequence[Work], model: Checkpoint, device: str) -> dict[str, Any]:
+    """Return the arguments of every engine of the works' model."""
+    longest = max(work.longest() for work in works)
+    tokens = max(work.pages_tokens() for work in works)
+    blocks = -(-tokens // _BLOCK) + max(work.requests for work in works) + 64
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "max_model_len": -(-longest // _BLOCK) * _BLOCK,
+        "max_num_seqs": 256,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": blocks * _BLOCK * model.kv_bytes,
+        "disable_log_stats": False,  # the decode rate is taken from its time stamps
+    }
+    if device == "cuda":
+        # Only checked against free memory at the start; pages are sized above.
+        arguments["gpu_memory_utilization"] = 0.05
+    else:
+        arguments |= {"enforce_eager": True, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    return arguments
+
+
+class ModelSession:
+    """The works of one model.
+
+    Args:
+        works: all of one model.
+        options: see there.
+        clock: for progress.
+    """
+
+    def __init__(self, works: Sequence[Work], options: Options, clock: Clock) -> None:
+        self.works, self.options, self.clock = works, options, clock
+        self.name = works[0].model
+        self.seats: list[Seat] = []
+        self.stock: Seat | None = None
+        self.result = Result()
+
+    def launch(self) -> None:
+        """Start the processes; they import while the checkpoint is made."""
+        for variant in self.options.variants:
+            environment = self.options.environment | variant.environment
+            label = f"{self.name}-{variant.name}"
+            logs = self.options.logs
+            engine = Process(label, "benchmarks.rollout.engine", environment, logs)
+            engine.send("prepare")
+            trainer = None
+            if variant.consistent:
+                trainer = Process(
+                    f"{label}-trainer", "benchmarks.rollout.trainer", environment, logs
+                )
+            seat = Seat(variant, engine, trainer)
+            self.seats.append(seat)
+            if variant.name == STOCK:
+                self.stock = seat
+
+    def begin(self, model: Checkpoint) -> None:
+        """Start the engines on their checkpoint; `settle` waits for them."""
+        self.model = model
+        arguments = engine_arguments(self.works, model, self.options.device)
+        for seat in self.seats:
+            seat.engine.send(
+                "start",
+                model=str(model.path),
+                arguments=arguments | self.options.engine_args,
+                consistent=seat.variant.consistent,
+            )
+            if seat.trainer:
+                seat.trainer.send("load", model=str(model.path))
+
+    def settle(self) -> None:
+        """Wait until every engine serves; a variant that does not start is left out."""
+        for seat in list(self.seats):
+            with self._left_out_if_it_breaks(seat):
+                seat.engine.result()
+                seat.started = seat.engine.result()
+                if seat.trainer:
+                    seat.trainer.result()
+                self.clock.tell(
+                    f"{self.name}, {seat.variant.name}: started in {seat.started['seconds']:.1f} s"
+                )
+
+    @contextlib.contextmanager
+    def _left_out_if_it_breaks(self, seat: Seat) -> Iterator[None]:
+        try:
+            yield
+        except ProcessError as error:
+            self.result.broken.append(f"{self.name}, {seat.variant.name}: {error}")
+            self.clock.tell(self.result.broken[-1])
+            self._end(seat)
+            if seat is self.stock:
+                raise  # nothing is left to measure against
+
+    def _end(self, seat: Seat) -> None:
+        self.seats.remove(seat)
+        for process in (seat.engine, seat.trainer):
+            if process:
+                process.close()
+
+    def smoke(self) -> None:
+        """Compare a few samples with the engine's own scores, before time is spent."""
+        requests, tokens = _SMOKE
+        for seat in [seat for seat in self.seats if seat.variant.consistent]:
+            with self._left_out_if_it_breaks(seat):
+                prompts = self.works[0].prompts(-1, self.model.vocabulary)[:requests]
+                outcome = seat.engine.call(
+                    "rollout", prompts=prompts, tokens=tokens, measure="throughput", cached=False
+                )
+                rescored = seat.engine.call("score", samples=outcome["samples"])
+                found = compare(outcome["samples"], rescored, None)
+                if found.mismatched:
+                    self._refuse_all(seat, f"{found.mismatched} of {found.tokens}, {found.first}")
+
+    def _refuse_all(self, seat: Seat, why: str) -> None:
+        self.result.refusals.append(
+            f"{self.name}, {seat.variant.name}: the first samples' log-probs differ from the "
+            f"engine's own scores ({why}); nothing was timed"
+        )
+        self._end(seat)
+
+    def time(self) -> None:
+        """Run every work's rounds; one engine at a time, all others idle."""
+        for work in self.works:
+            with self.clock.phase(f"{work.key}: {self.options.pairs} rounds"):
+                for turn in range(-self.options.warmups, self.options.pairs):
+                    # Forwards and backwards in turn: a drift hits all alike.
+                    for seat in list(self.seats[:: 1 if turn % 2 == 0 else -1]):
+                        with self._left_out_if_it_breaks(seat):
+                            self._round(seat, work, turn)
+
+    def _round(self, seat: Seat, work: Work, turn: int) -> None:
+        outcome = seat.engine.call(
+            "rollout",
+            prompts=work.prompts(turn, self.model.vocabulary),
+            tokens=work.new_tokens,
+            measure=work.measure,
+            cached=work.cached,
+        )
+        if turn >= 0:
+            seat.values.setdefault(work.key, []).append(outcome["value"])
+            seat.samples.setdefault(work.key, []).extend(outcome["samples"])
+
+    def profile(self) -> None:
+        """Profile decode steps of every work that decodes, on every engine."""
+        for work in self.works:
+            if work.new_tokens < 2:
+                continue
+            prompts = work.prompts(0, self.model.vocabulary)
+            for seat in list(self.seats):
+                with (
+                    self.clock.phase(f"{work.key}, {seat.variant.name}: profile"),
+                    self._left_out_if_it_breaks(seat),
+                ):
+                    found = seat.engine.call(
+                        "profile", prompts=prompts, steps=self.options.profile_steps
+                    )
+                    self.result.profiles.append(
+                        {"work": work.name, "variant": seat.variant.name} | found
+                    )
+
+    def check(self) -> None:
+        """End stock after its control, bridge the trainers, and check every work."""
+        controls = self._controls()
+        if self.stock is not None:
+            self._end(self.stock)
+        for seat in list(self.seats):
+            if seat.trainer:
+                with self._left_out_if_it_breaks(seat):
+                    seat.trainer.call(
+                        "bridge", device=self.options.device, contract=seat.started["contract"]
+                    )
+        for seat in list(self.seats):
+            with (
+                self.clock.phase(f"{self.name}, {seat.variant.name}: parity"),
+                self._left_out_if_it_breaks(seat),
+            ):
+                self._check_seat(seat, controls)
+
+    def _controls(self) -> dict[str, int]:
+        """Stock's own mismatch on one work: the same comparison where it is expected to fail."""
+        stock, work = self.stock, self.works[0]
+        if stock is None:
+            return {}
+        with self.clock.phase(f"{work.key}, stock: control"):
+            samples = enough(stock.samples[work.key], self.options.parity_tokens)
+            found = compare(samples, stock.engine.call("score", samples=samples), None)
+        return {work.key: found.mismatched}
+
+    def _check_seat(self, seat: Seat, controls: dict[str, int]) -> None:
+        # The trainer scores one work while the engine samples and scores the next.
+        waiting: list[tuple[Work, list[Sample], Any]] = []
+        for work in self.works:
+            samples = self._parity_samples(seat, work)
+            if seat.trainer:
+                seat.trainer.send(
+                    "score", samples=samples, packed_tokens=self.options.packed_tokens
+                )
+            rescored = seat.engine.call("score", samples=samples)
+            waiting.append((work, samples, rescored))
+        for work, samples, rescored in waiting:
+            trained = seat.trainer.result() if seat.trainer else None
+            found = compare(samples, rescored, trained)
+            self.clock.tell(
+                f"{work.key}, {seat.variant.name}: {found.mismatched} of {found.tokens} log-probs "
+                f"differ, mean {found.mean_logprob:.2f}"
+            )
+            try:
+                require(found, seat.variant, self.options.parity_tokens)
+            except ParityError as error:
+                self.result.refusals.append(f"{work.name}, {seat.variant.name}: {error}")
+                continue
+            if self.stock is not None:
+                self.result.rows.append(
+                    self._row(seat, self.stock, work, found, controls.get(work.key))
+                )
+
+    def _parity_samples(self, seat: Seat, work: Work) -> list[Sample]:
+        wanted = self.options.parity_tokens
+        timed = [] if work.parity else seat.samples.get(work.key, [])
+        samples = enough(timed, wanted)
+        if samples and not seat.variant.consistent:
+            return samples  # a peer's mismatch is known well enough from what there is
+        turn = 0
+        while sum(len(sample.token_ids) for sample in samples) < wanted:
+            outcome = seat.engine.call(
+                "rollout",
+                prompts=work.parity_prompts(turn, self.model.vocabulary),
+                tokens=work.parity[1] if work.parity else work.new_tokens,
+                measure="throughput",
+                cached=False,
+            )
+            samples += outcome["samples"]
+            turn += 1
+        return samples
+
+    def _row(
+        self, seat: Seat, stock: Seat, work: Work, found: Comparison, control: int | None
+    ) -> Row:
+        ours, theirs = seat.values[work.key], stock.values[work.key]
+        ratio = paired_ratio(ours, theirs)
+        return {
+            "work": work.name,
+            "variant": seat.variant.name,
+            "ratio_to_stock": ratio.median,
+            "ratio_low": ratio.low,
+            "ratio_high": ratio.high,
+            "interval": INTERVAL,
+            "pairs": ratio.pairs,
+            "ours": statistics.median(ours),
+            "stock": statistics.median(theirs),
+            "unit": work.unit,
+            "lower_is_better": work.lower_is_better,
+            "mismatched_tokens": found.mismatched,
+            "compared_tokens": found.tokens,
+            "mismatched_engine": found.engine,
+            "mismatched_trainer": found.trainer,
+            "stock_mismatched_tokens": control,
+            "mean_logprob": found.mean_logprob,
+            "start_seconds": {
+                "ours": seat.started["seconds"],
+                "stock": stock.started["seconds"],
+                "cache": self.options.cache_state,
+            },
+        }
+
+    def close(self) -> None:
+        """End all processes."""
+        for seat in list(self.seats):
+            self._end(seat)
+
+
+def require(found: Comparison, variant: Variant, tokens: int) -> None:
+    """Raise ParityError where a speed must not be reported.
+
+    A peer's engine (stock, batch_invariant) is measured with whatever mismatch it has.
+    """
+    if not variant.consistent:
+        return
+    if found.mismatched:
+        raise ParityError(
+            f"{found.mismatched} of {found.tokens} log-probs differ "
+            f"(engine {found.engine}, trainer {found.trainer}), first at {found.first}; "
+            "no speed is reported"
+        )
+    if found.trainer is None:
+        raise ParityError("no trainer scored the samples; no speed is reported")
+    if found.tokens < tokens:
+        raise ParityError(
+            f"only {found.tokens} of {tokens} tokens were compared; no speed is reported"
+        )
+    if found.mean_logprob <= LEAST_LOGPROB:
+        raise ParityError(
+            f"mean log-prob {found.mean_logprob:.2f} is not above {LEAST_LOGPROB}: logits are too "
+            "flat for the comparison to mean much; no speed is reported"
+        )

@@ -1,0 +1,132 @@
+"""What is measured: models, works, and the prompts of each round."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+
+from consistent_kernels.errors import UnsupportedError
+
+THROUGHPUT, DECODE, FIRST_TOKEN = "throughput", "decode", "first token"
+UNITS = {THROUGHPUT: "tokens/s", DECODE: "tokens/s", FIRST_TOKEN: "ms"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One row of the table.
+
+    Attributes:
+        key: how `--work` names it.
+        name: how the table names it.
+        model: a key of `models.MODELS`.
+        requests: how many run at once; with FIRST_TOKEN one after the other.
+        prompt: shortest and longest prompt, drawn uniformly.
+        new_tokens: sampled tokens of each request.
+        measure: THROUGHPUT (all tokens over the whole time, prompts included), DECODE (tokens
+            after the first, from when every request has one) or FIRST_TOKEN (median time to it).
+        cached: whether the prompts are the same in every round and their pages stay cached.
+        parity: (requests at once, tokens each) of a further rollout for the parity check, or None
+            where the timed rounds' own samples serve, topped up until there are enough.
+    """
+
+    key: str
+    name: str
+    model: str
+    requests: int
+    prompt: tuple[int, int]
+    new_tokens: int
+    measure: str = THROUGHPUT
+    cached: bool = False
+    parity: tuple[int, int] | None = None
+
+    @property
+    def unit(self) -> str:
+        """Unit of what is measured."""
+        return UNITS[self.measure]
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether it is a time."""
+        return self.measure == FIRST_TOKEN
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence, the one that re-scoring adds included."""
+        new = max(self.new_tokens, self.parity[1] if self.parity else 0)
+        return self.prompt[1] + new + 1
+
+    def pages_tokens(self) -> int:
+        """Tokens whose keys and values are held at once, at most."""
+        timed = self.requests * (self.prompt[1] + self.new_tokens)
+        if self.measure == THROUGHPUT:  # lengths average out over many requests
+            mean = (self.prompt[0] + self.prompt[1]) / 2 + self.new_tokens
+            timed = int(1.1 * self.requests * mean) + self.prompt[1]
+        parity = self.parity[0] * (self.prompt[1] + self.parity[1]) if self.parity else 0
+        return max(timed, parity, self.longest())
+
+    def prompts(self, round_index: int, vocabulary: int) -> list[list[int]]:
+        """Return the prompts of a round; the same ones in every round where `cached`."""
+        generator = random.Random(f"{self.key}/{0 if self.cached else round_index}")
+        return _random_prompts(generator, self.requests, self.prompt, vocabulary)
+
+    def parity_prompts(self, turn: int, vocabulary: int) -> list[list[int]]:
+        """Return the prompts of one rollout of the parity check."""
+        generator = random.Random(f"{self.key}/parity/{turn}")
+        count = self.parity[0] if self.parity else self.requests
+        return _random_prompts(generator, count, self.prompt, vocabulary)
+
+
+def _random_prompts(
+    generator: random.Random, count: int, length: tuple[int, int], vocabulary: int
+) -> list[list[int]]:
+    # Low ids are often special tokens.
+    return [
+        [generator.randrange(16, vocabulary) for _ in range(generator.randint(*length))]
+        for _ in range(count)
+    ]
+
+
+_MIXED = (7, 777)
+
+WORKS = (
+    Work("qwen3_8b.256", "Qwen3-8B shape, 256 requests x 256 tokens, mixed prompts",
+         "qwen3_8b", 256, _MIXED, 256),
+    Work("qwen3_8b.1", "Qwen3-8B shape, 1 request x 256 tokens", "qwen3_8b", 1, (392, 392), 256),
+    Work("qwen3_8b.32k", "Qwen3-8B shape, 8 requests at 32k context", "qwen3_8b", 8,
+         (32_768, 32_768), 128, DECODE, cached=True, parity=(8, 2_048)),
+    Work("qwen3_8b.ttft2k", "Qwen3-8B shape, time to first token, 2k prompt", "qwen3_8b", 8,
+         (2_048, 2_048), 1, FIRST_TOKEN, parity=(32, 512)),
+    Work("qwen3_8b.ttft16k", "Qwen3-8B shape, time to first token, 16k prompt", "qwen3_8b", 3,
+         (16_384, 16_384), 1, FIRST_TOKEN, parity=(16, 1_024)),
+    Work("qwen3_0_6b.256", "Qwen3-0.6B shape, 256 requests x 256 tokens, mixed prompts",
+         "qwen3_0_6b", 256, _MIXED, 256),
+    Work("qwen3_0_6b.1", "Qwen3-0.6B shape, 1 request x 256 tokens", "qwen3_0_6b", 1, (392, 392),
+         256),
+    Work("smollm2.256", "SmolLM2-135M real weights, 256 requests x 256 tokens, mixed prompts",
+         "smollm2", 256, _MIXED, 256),
+)  # fmt: skip
+
+
+def tiny(work: Work) -> Work:
+    """Return the same work in a size that two CPU cores finish in seconds."""
+    long = work.prompt[0] > 1000
+    return dataclasses.replace(
+        work,
+        requests=min(work.requests, 3),
+        prompt=(150, 150) if long else (7, 40),
+        new_tokens=min(work.new_tokens, 6),
+        parity=(2, 5) if work.parity else None,
+    )
+
+
+def chosen(keys: Iterable[str], works: Sequence[Work] = WORKS) -> list[Work]:
+    """Return the works of the given keys, or of the given models, in the table's order.
+
+    Raises:
+        UnsupportedError: a key of neither.
+    """
+    known = {work.key for work in works} | {work.model for work in works}
+    wanted = set(keys) or known
+    for key in sorted(wanted - known):
+        raise UnsupportedError("benchmarks.rollout", f"work {key!r}", [w.key for w in works])
+    return [work for work in works if work.key in wanted or work.model in wanted]

@@ -10,6 +10,9 @@ from consistent_kernels.errors import ConfigurationError
 SWITCH = "VLLM_CONSISTENT"
 """Set to 1 to turn the plugin on; unset, empty or 0 leaves vLLM untouched."""
 
+PROGRAM = "VLLM_CONSISTENT_PROGRAM"
+"""On CUDA: unset, empty or fastest for the fastest program; triton for our own kernels alone."""
+
 _ON = ("1", "true")
 _OFF = ("", "0", "false")
 
@@ -33,6 +36,20 @@ def enabled() -> bool:
 def set_enabled(on: bool) -> None:
     """Set the switch for this process and the workers that it starts."""
     os.environ[SWITCH] = "1" if on else "0"
+
+
+def program() -> str | None:
+    """Return which program VLLM_CONSISTENT_PROGRAM asks for: None (the fastest) or "triton".
+
+    Raises:
+        ConfigurationError: another value.
+    """
+    value = os.environ.get(PROGRAM, "").strip().lower()
+    if value in ("", "fastest"):
+        return None
+    if value == "triton":
+        return value
+    raise ConfigurationError([f"{PROGRAM}={value!r} is neither fastest nor triton"], "environment")
 
 
 def batch_invariant_requested() -> bool:

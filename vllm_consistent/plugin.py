@@ -56,6 +56,7 @@ def _hook() -> None:
 
     # An unknown VLLM_ variable is a warning, and an error under fail_on_environ_validation.
     vllm_envs.environment_variables.setdefault(env.SWITCH, env.enabled)
+    vllm_envs.environment_variables.setdefault(env.PROGRAM, env.program)
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     config.install()

@@ -35,6 +35,10 @@ class MissingBinaryError(ConsistencyError, ImportError):
         super().__init__(f"{name}: {problem}; looked in {looked_in}. {remedy}")
 
 
+class NumericsError(ConsistencyError):
+    """A probe found that a program does not keep its promise on this machine."""
+
+
 class ContractMismatchError(ConsistencyError):
     """Two sides hold different contracts, or a worker serves another one than was asked for."""
 

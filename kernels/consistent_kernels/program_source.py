@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from importlib import metadata, resources
 
 import torch
+
+from consistent_kernels.errors import UnsupportedError
 
 
 def source_sha256(op: str, *files: str, shared: tuple[str, ...] = ()) -> str:
@@ -35,7 +38,38 @@ def toolchain(device_type: str) -> dict[str, str]:
     if device_type == "cpu":
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         return facts
-    major, minor = torch.cuda.get_device_capability()
-    facts["arch"] = f"sm_{major}{minor}"
+    facts["arch"] = cuda_architecture()
     facts["triton"] = metadata.version("triton")
     return facts
+
+
+@functools.cache
+def cuda_architecture() -> str:
+    """Return e.g. "sm_90" without a CUDA context, also where the GPU is another process's.
+
+    A front end in a Ray actor sees no device, and one that creates a context cannot fork. PyTorch
+    answers where it has a context already; else the driver's management library (NVML) does.
+
+    Raises:
+        UnsupportedError: no CUDA device on this machine, or devices of several architectures.
+    """
+    if torch.cuda.is_initialized():
+        major, minor = torch.cuda.get_device_capability()
+        return f"sm_{major}{minor}"
+    import pynvml
+
+    found = set()
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            found.add(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise UnsupportedError("contract", f"no CUDA driver ({error})", ["a CUDA device"]) from None
+    if len(found) != 1:
+        raise UnsupportedError(
+            "contract", f"devices of capabilities {sorted(found)}", ["one architecture a machine"]
+        )
+    major, minor = found.pop()
+    return f"sm_{major}{minor}"

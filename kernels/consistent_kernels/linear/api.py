@@ -34,8 +34,10 @@ def _linear(
         return linear_ref(x, weight, bias, out_dtype)
     if impl == "onednn":
         return linear_onednn(x, weight, bias, out_dtype)
-    from consistent_kernels.linear.triton import linear_fwd
-
+    if impl == "deep_gemm":
+        from consistent_kernels.linear.deep_gemm import linear_fwd
+    else:
+        from consistent_kernels.linear.triton import linear_fwd
     return linear_fwd(x, weight, bias, out_dtype)
 
 
@@ -71,8 +73,8 @@ def prepare_weight(
         master: [N, K], fp32 or the model dtype.
         dtype: the model dtype, e.g. bf16; the cast rounds to nearest even.
         impl: "reference" returns fp32 holding the rounded values (most CPUs multiply those
-            fastest), "onednn" and "triton" return `dtype` (the master itself, where it already is
-            contiguous `dtype`).
+            fastest), the others return `dtype` (the master itself, where it already is contiguous
+            `dtype`).
         out_dtype: what `linear` will be asked for; with "onednn" and fp32 (lm_head) the weight is
             fp32 as for "reference".
 
@@ -101,7 +103,8 @@ def linear(
         x: [T, K], bf16, fp16 or fp32; rows may be strided.
         weight: [N, K], from `prepare_weight` with the same impl and out_dtype.
         bias: [N] in the dtype of x (round a master first), or None.
-        impl: "reference" (any device), "onednn" (CPUs with bf16 instructions) or "triton" (CUDA).
+        impl: "reference" (any device), "onednn" (CPUs with bf16 instructions), "triton" (CUDA) or
+            "deep_gemm" (CUDA, sm_90 and sm_100; needs vLLM's CUDA wheel).
         out_dtype: dtype of the result: the dtype of x (the default), or fp32 for lm_head.
 
     Returns:
@@ -151,7 +154,7 @@ def linear_bwd(
     needs: tuple[bool, bool, bool] = (True, True, True),
     impl: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of `linear`; both implementations use PyTorch's GEMM with fp32 accumulation.
+    """Gradients of `linear`; every implementation uses PyTorch's GEMM, fp32 accumulation.
 
     Args:
         grad_y: [T, N]; x: [T, K]; weight: [N, K] prepared.

@@ -56,23 +56,38 @@ _FILES = {
     "reference": ("reference.py", "tiles.py"),
     "onednn": ("onednn.py", "reference.py", "tiles.py"),
     "triton": ("triton.py",),
+    "deep_gemm": ("deep_gemm.py", "triton.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)
 
 
-def choose(device_type: str) -> str:
-    """Return the implementation for a device type; on CPU it follows the instruction set."""
+DEEP_GEMM_ARCHITECTURES = ("sm_90", "sm_100")
+"""Where DeepGEMM has BF16 kernels (WGMMA, tcgen05)."""
+
+
+def choose(device_type: str, arch: str | None = None, facts: object = None) -> str:
+    """Return the implementation for a device; on CPU it follows the instruction set.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        arch: for "cuda", e.g. "sm_90".
+        facts: not read; every model shape is served.
+    """
     if device_type == "cuda":
-        return "triton"
+        return "deep_gemm" if arch in DEEP_GEMM_ARCHITECTURES else "triton"
     from consistent_kernels.linear.onednn import native_bf16
 
     return "reference" if native_bf16() is None else "onednn"
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference", "onednn" or "triton")."""
-    shared = ("alignment.py",) if impl == "triton" else ()
+    """Return the program of `impl`, one of IMPLEMENTATIONS.
+
+    Raises:
+        MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is not installed.
+    """
+    shared = ("alignment.py",) if impl in ("triton", "deep_gemm") else ()
     source = source_sha256("linear", "spec.py", *_FILES[impl], shared=shared)
     return Program(impl, source, _schedule(impl))
 
@@ -80,6 +95,15 @@ def program(impl: str) -> Program:
 def _schedule(impl: str) -> dict[str, Scalar]:
     if impl == "triton":
         return dataclasses.asdict(BASE_TILE)
+    if impl == "deep_gemm":
+        from consistent_kernels import vendored
+
+        # Layers with a bias, or of a shape that TMA cannot address, run the Triton kernel.
+        return {f"triton.{key}": value for key, value in dataclasses.asdict(BASE_TILE).items()} | {
+            "library_sha256": vendored.find_binary("deep_gemm").sha256,
+            "headers_sha256": vendored.find_binary("deep_gemm_include").sha256,
+            "compiler": vendored.deep_gemm_compiler(),
+        }
     # Imported here: both files read the constants above.
     from consistent_kernels.linear import onednn, probe, tiles
 

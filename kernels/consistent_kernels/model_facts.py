@@ -8,17 +8,25 @@ from typing import Any
 from consistent_kernels.contract import Scalar, float_bits
 from consistent_kernels.errors import ConfigurationError, UnsupportedError
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """Architecture facts of a dense decoder, in plain types.
+    """Architecture facts of a decoder, in plain types.
 
     Attributes:
         rope: RopeParameters as (key, value) pairs with floats as fp32 bit patterns.
         sliding_window: keys a query sees including itself, or None; equal for all layers.
+        moe: router parameters, "intermediate_size" of an expert and "layers" (indices joined by
+            commas) as (key, value) pairs; empty for a dense model.
     """
 
     architecture: str
@@ -36,12 +44,14 @@ class ModelFacts:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    moe: tuple[tuple[str, Scalar], ...] = ()
 
     def to_dict(self) -> dict[str, Scalar]:
-        """Return flat JSON types; rope entries become "rope.<key>"."""
+        """Return flat JSON types; rope entries become "rope.<key>", MoE entries "moe.<key>"."""
         flat = dataclasses.asdict(self)
-        rope = flat.pop("rope")
-        return flat | {f"rope.{key}": value for key, value in rope}
+        for name in ("rope", "moe"):
+            flat |= {f"{name}.{key}": value for key, value in flat.pop(name)}
+        return flat
 
 
 def _sliding_window(config: Any, violations: list[str]) -> int | None:
@@ -79,11 +89,43 @@ def _check_numerics(config: Any, dtype: str, head_dim: int, violations: list[str
         violations.append(f"pretraining_tp={config.pretraining_tp} is not supported; use 1")
 
 
+def moe_layers(config: Any) -> list[int]:
+    """Return the indices of the layers whose MLP is a mixture of experts, as Qwen3-MoE places them.
+
+    Source: Qwen3MoeDecoderLayer of transformers and of vLLM.
+    """
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    step = getattr(config, "decoder_sparse_step", 1)
+    layers = range(config.num_hidden_layers)
+    return [i for i in layers if i not in dense and (i + 1) % step == 0]
+
+
+def _moe(config: Any, violations: list[str]) -> tuple[tuple[str, Scalar], ...]:
+    from consistent_kernels.router import RouterParameters
+
+    if getattr(config, "shared_expert_intermediate_size", 0):
+        violations.append("shared_expert_intermediate_size is not supported for Qwen3-MoE")
+    try:
+        router = RouterParameters.from_hf_config(config).to_dict()
+    except (UnsupportedError, ValueError) as error:
+        violations.append(str(error))
+        return ()
+    layers = moe_layers(config)
+    if not layers:
+        violations.append("no layer has experts (mlp_only_layers, decoder_sparse_step)")
+    own: dict[str, Scalar] = {
+        "intermediate_size": config.moe_intermediate_size,
+        "layers": ",".join(map(str, layers)),
+    }
+    return tuple(sorted((router | own).items()))
+
+
 def model_facts(config: Any, dtype: str, architecture: str | None = None) -> ModelFacts:
     """Read the facts of a Hugging Face style configuration.
 
     Args:
-        config: a LlamaConfig, Qwen2Config or Qwen3Config (vLLM's `hf_text_config` is one).
+        config: a LlamaConfig, Qwen2Config, Qwen3Config or Qwen3MoeConfig (vLLM's `hf_text_config`
+            is one).
         dtype: the model dtype, "bfloat16".
         architecture: the class name, where `config.architectures` may be unset (a model that was
             never saved).
@@ -109,6 +151,7 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
     except (UnsupportedError, ValueError) as error:
         violations.append(str(error))
     window = _sliding_window(config, violations) if not is_llama else None
+    moe = _moe(config, violations) if architecture == "Qwen3MoeForCausalLM" else ()
     if violations:
         raise ConfigurationError(violations, f"model {architecture}")
     return ModelFacts(
@@ -126,5 +169,6 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
         sliding_window=window,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in _QK_NORM,
+        moe=moe,
     )

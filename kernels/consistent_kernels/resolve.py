@@ -19,12 +19,26 @@ DENSE_OPS = (
     "silu_and_mul",
     "token_logprobs",
 )
+MOE_BF16 = "moe_bf16_v1"
+OPS_OF_CONTRACT = {DENSE_BF16: DENSE_OPS, MOE_BF16: (*DENSE_OPS, "experts", "router")}
 _IMPLEMENTATION_OF_DEVICE = {"cpu": "reference", "cuda": "triton"}
 
 
-def dense_specs() -> dict[str, OpSpec]:
-    """Return the spec of every op of a dense model, the part that a contract file freezes."""
-    return {op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in DENSE_OPS}
+def contract_name(facts: ModelFacts) -> str:
+    """Return the name and version of the contract that covers a model."""
+    return MOE_BF16 if facts.moe else DENSE_BF16
+
+
+def contract_specs(name: str) -> dict[str, OpSpec]:
+    """Return the spec of every op of a contract, the part that its file freezes.
+
+    Raises:
+        UnsupportedError: unknown name.
+    """
+    if name not in OPS_OF_CONTRACT:
+        raise UnsupportedError("contract", repr(name), OPS_OF_CONTRACT)
+    ops = OPS_OF_CONTRACT[name]
+    return {op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in ops}
 
 
 def choose_implementation(op: str, device_type: str) -> str:
@@ -40,7 +54,7 @@ def choose_implementation(op: str, device_type: str) -> str:
 
 
 def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
-    """Return the contract of a dense BF16 model on this machine's `device_type`.
+    """Return the contract of a BF16 model on this machine's `device_type`.
 
     Args:
         facts: what the model is, from `model_facts(config, dtype)`.
@@ -49,8 +63,9 @@ def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
     Raises:
         UnsupportedError: another device type.
     """
+    name = contract_name(facts)
     programs = {}
-    for op in DENSE_OPS:
+    for op in OPS_OF_CONTRACT[name]:
         impl = choose_implementation(op, device_type)
         programs[op] = importlib.import_module(f"consistent_kernels.{op}.spec").program(impl)
-    return Contract(DENSE_BF16, facts.to_dict(), toolchain(device_type), dense_specs(), programs)
+    return Contract(name, facts.to_dict(), toolchain(device_type), contract_specs(name), programs)

@@ -13,9 +13,9 @@ import pytest
 from consistent_kernels.contract import Contract, check_same, contract_from_dict, differences
 from consistent_kernels.errors import ConfigurationError, ContractMismatchError, UnsupportedError
 from consistent_kernels.model_facts import model_facts
-from consistent_kernels.resolve import DENSE_BF16, resolve_contract
+from consistent_kernels.resolve import OPS_OF_CONTRACT, contract_specs, resolve_contract
 
-FROZEN = Path(__file__).resolve().parents[2] / "configs" / "contracts" / f"{DENSE_BF16}.json"
+CONTRACTS = Path(__file__).resolve().parents[2] / "configs" / "contracts"
 
 
 def llama_config(**changes: object) -> SimpleNamespace:
@@ -41,13 +41,60 @@ def cpu_contract(**changes: object) -> Contract:
     return resolve_contract(model_facts(llama_config(**changes), "bfloat16"), "cpu")
 
 
-def test_specs_equal_the_frozen_contract() -> None:
-    contract = cpu_contract()
-    frozen = json.loads(FROZEN.read_text())
-    specs = {op: spec.to_dict() for op, spec in contract.specs.items()}
+def moe_config(**changes: object) -> SimpleNamespace:
+    moe = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+    return llama_config(**(moe | changes))
+
+
+@pytest.mark.parametrize("name", OPS_OF_CONTRACT)
+def test_specs_equal_the_frozen_contract(name: str) -> None:
+    file = CONTRACTS / f"{name}.json"
+    frozen = json.loads(file.read_text())
+    specs = {op: spec.to_dict() for op, spec in contract_specs(name).items()}
     assert specs == frozen["specs"], (
-        f"a spec changed: bump its version and write a new contract file beside {FROZEN.name}"
+        f"a spec changed: bump its version and write a new contract file beside {file.name}"
     )
+
+
+def test_a_model_gets_the_contract_of_its_kind() -> None:
+    assert cpu_contract().name == "dense_bf16_v1"
+    contract = resolve_contract(model_facts(moe_config(), "bfloat16"), "cpu")
+    assert contract.name == "moe_bf16_v1"
+    assert contract.model["moe.layers"] == "0,1"
+    assert {"experts", "router"} <= contract.programs.keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts_per_tok": 4},
+        {"norm_topk_prob": False},
+        {"moe_intermediate_size": 128},
+        {"mlp_only_layers": [0]},
+    ],
+)
+def test_digest_sees_a_changed_moe_fact(changes: dict[str, object]) -> None:
+    ours, theirs = (
+        resolve_contract(model_facts(moe_config(**more), "bfloat16"), "cpu")
+        for more in ({}, changes)
+    )
+    assert ours.digest != theirs.digest
+    assert len(differences(ours, theirs)) == 1
+
+
+def test_moe_violations_come_together() -> None:
+    config = moe_config(shared_expert_intermediate_size=64, num_experts_per_tok=9)
+    with pytest.raises(ConfigurationError, match="top_k must be between 1") as caught:
+        model_facts(config, "bfloat16")
+    assert len(caught.value.violations) == 2
 
 
 def test_digest_is_stable_and_survives_a_round_trip() -> None:

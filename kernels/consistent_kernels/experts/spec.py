@@ -59,8 +59,13 @@ _FILES = {
 IMPLEMENTATIONS = tuple(_FILES)
 
 
-def choose(device_type: str) -> str:
-    """Return the implementation for a device type; on CPU it is that of `linear`."""
+def choose(device_type: str, arch: str | None = None, facts: object = None) -> str:
+    """Return the implementation for a device; on CPU it is that of `linear`.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        arch, facts: not read; one program serves every architecture and shape.
+    """
     from consistent_kernels.linear.spec import choose as choose_linear
 
     return "triton" if device_type == "cuda" else choose_linear(device_type)

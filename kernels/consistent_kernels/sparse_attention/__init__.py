@@ -1,0 +1,10 @@
+"""Sparse MLA: attention of each query over the entries that its row of indices names."""
+
+from consistent_kernels.sparse_attention.api import (
+    check_indices,
+    sparse_attention,
+    sparse_attention_bwd,
+)
+from consistent_kernels.sparse_attention.indices import window_and_selected
+
+__all__ = ["check_indices", "sparse_attention", "sparse_attention_bwd", "window_and_selected"]

@@ -1,0 +1,209 @@
+"""Public sparse attention: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.counters import count
+from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.sparse_attention.backward import sparse_attention_bwd_ref
+from consistent_kernels.sparse_attention.reference import sparse_attention_ref
+from consistent_kernels.sparse_attention.spec import IMPLEMENTATIONS
+
+_DTYPES = {
+    "reference": (torch.bfloat16, torch.float16, torch.float32),
+    "triton": (torch.bfloat16, torch.float16),
+    "flash_mla": (torch.bfloat16,),
+}
+BACKWARDS = ("own", "cudnn")
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "sparse_attention(Tensor q, Tensor kv, Tensor indices, Tensor? sinks, float scale, int d_v, "
+    "str impl) -> (Tensor, Tensor)"
+)
+
+
+def check_indices(indices: torch.Tensor, entries: int, *, op: str = "sparse_attention") -> None:
+    """Refuse an index below -1 or beyond the last entry. Reads the indices on the host.
+
+    Args:
+        indices: [T, K] int32; entries: rows of kv.
+
+    Raises:
+        InvalidInputError: names the first query and column that hold such an index.
+    """
+    if indices.numel() == 0:
+        return
+    wrong = (indices < -1) | (indices >= entries)
+    if bool(wrong.any()):
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        raise invalid(
+            op,
+            f"indices[{row}, {column}]",
+            f"-1 or a row of kv below {entries}",
+            int(indices[row, column]),
+            "Positions inside a request need that request's first row added",
+        )
+
+
+def _check(
+    op: str,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sinks: torch.Tensor | None,
+    d_v: int,
+    impl: str,
+) -> None:
+    require_implementation(op, impl, IMPLEMENTATIONS)
+    if q.dim() != 3 or q.dtype not in _DTYPES[impl]:
+        names = ", ".join(str(dtype) for dtype in _DTYPES[impl])
+        raise invalid(
+            op, "q", f"[T, H, D] of {names} for impl {impl!r}", f"{tuple(q.shape)} of {q.dtype}"
+        )
+    tokens, heads, width = q.shape
+    if kv.dim() != 2 or kv.shape[1] != width or kv.dtype != q.dtype:
+        raise invalid(op, "kv", f"{q.dtype} [S, {width}]", f"{kv.dtype} {tuple(kv.shape)}")
+    if not 0 < d_v <= width:
+        raise invalid(op, "d_v", f"between 1 and {width}", d_v)
+    if indices.dim() != 2 or indices.shape[0] != tokens or indices.dtype != torch.int32:
+        raise invalid(
+            op, "indices", f"int32 [{tokens}, K]", f"{indices.dtype} {tuple(indices.shape)}"
+        )
+    if sinks is not None and (sinks.dtype != torch.float32 or tuple(sinks.shape) != (heads,)):
+        raise invalid(op, "sinks", f"float32 [{heads}]", f"{sinks.dtype} {tuple(sinks.shape)}")
+    for name, value in (("kv", kv), ("indices", indices), ("sinks", sinks)):
+        if value is not None and value.device != q.device:
+            raise invalid(op, name, f"on {q.device}", value.device)
+
+
+def _sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    d_v: int,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count("sparse_attention", impl)
+    if impl == "reference":
+        check_indices(indices, kv.shape[0])
+        return sparse_attention_ref(q, kv, indices, sinks, scale, d_v)
+    if impl == "triton":
+        from consistent_kernels.sparse_attention.triton import sparse_attention_fwd
+    else:
+        from consistent_kernels.sparse_attention.flash_mla import sparse_attention_fwd
+    return sparse_attention_fwd(q, kv, indices, sinks, scale, d_v)
+
+
+_LIBRARY.impl("sparse_attention", _sparse_attention, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::sparse_attention", lib=_LIBRARY)
+def _(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    d_v: int,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = q.shape
+    return q.new_empty((tokens, heads, d_v)), q.new_empty((tokens, heads), dtype=torch.float32)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    d_v: int,
+    sinks: torch.Tensor | None = None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query over the rows of kv that its indices name, one kv head for all heads.
+
+    out = sum_j P_j v_j with P = softmax over the named entries j and the sink of scale q . k_j;
+    k_j = kv[j], v_j = kv[j, :d_v]. Entries are taken in the given order, in tiles of 64 columns.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), absorbed MLA with D = 576 and d_v = 512; DeepSeek-V4,
+    D = d_v = 512 with sinks. FlashMLA's sparse prefill kernel computes the same function; see
+    `spec.py` for the rounding points.
+
+    Args:
+        q: [T, H, D], bf16 ("reference" and "triton" also fp16, "reference" fp32).
+        kv: [S, D], the dtype of q: a workspace of gathered entries, or packed keys. Rows that no
+            index names are never read.
+        indices: [T, K] int32, rows of kv; -1 names nothing and may stand anywhere.
+        scale: of the scores; d_v: leading columns of kv that are the value.
+        sinks: [H] fp32, the score of a value of zero, or None.
+        impl: "reference" (any device; refuses indices out of range), "triton" (CUDA) or "flash_mla"
+            (SM90, SM100; D 512 or 576, d_v 512, at most 128 heads). The last two take an index out
+            of range for -1, unread: call `check_indices` where it may occur.
+
+    Returns:
+        (out [T, H, d_v] in the dtype of q, lse [T, H] fp32: natural, without the sink; a query that
+        names nothing has out 0 and lse -inf).
+
+    Numerics:
+        A query's bits depend on that query, its sinks and the entries it names, in their order: not
+        on the other queries, on where the entries lie in kv, nor on a tail of -1.
+
+    Raises:
+        InvalidInputError: shape, dtype, device, or (reference) an index out of range.
+        UnsupportedError: unknown impl, or a shape that it does not serve.
+    """
+    _check("sparse_attention", q, kv, indices, sinks, d_v, impl)
+    return torch.ops.consistent_kernels.sparse_attention(q, kv, indices, sinks, scale, d_v, impl)
+
+
+def sparse_attention_bwd(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    impl: str,
+    backward: str = "own",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of `sparse_attention`.
+
+    Args:
+        grad_out, out: [T, H, d_v]; lse: [T, H] fp32, both from the forward; the rest as there.
+        impl: of the forward. On CUDA with "triton" or "flash_mla" our own backward is a Triton
+            program.
+        backward: "own": the gradient of an entry is added over the queries that name it in
+            ascending order, without atomics. "cudnn": cuDNN frontend's DSA backward, where it is
+            installed; it fixes no order on SM90.
+
+    Returns:
+        (grad_q in the dtype of q, grad_kv in the dtype of kv, grad_sinks [H] fp32 or None).
+    """
+    op = "sparse_attention_bwd"
+    _check(op, q, kv, indices, sinks, out.shape[-1], impl)
+    require_implementation(f"{op} backward", backward, BACKWARDS)
+    for name, value in (("grad_out", grad_out), ("out", out)):
+        if value.shape != out.shape or value.shape[:2] != q.shape[:2] or value.dtype != q.dtype:
+            raise invalid(
+                op, name, f"{q.dtype} {tuple(out.shape)}", f"{value.dtype} {tuple(value.shape)}"
+            )
+    if lse.dtype != torch.float32 or lse.shape != q.shape[:2]:
+        raise invalid(op, "lse", f"float32 {tuple(q.shape[:2])}", f"{lse.dtype} {tuple(lse.shape)}")
+    arguments = (grad_out, q, kv, indices, out, lse, sinks, scale)
+    if backward == "cudnn":
+        from consistent_kernels.sparse_attention.cudnn import sparse_attention_bwd_cudnn
+
+        return sparse_attention_bwd_cudnn(*arguments)
+    if impl == "reference":
+        return sparse_attention_bwd_ref(*arguments)
+    from consistent_kernels.sparse_attention.triton_bwd import sparse_attention_bwd_triton
+
+    return sparse_attention_bwd_triton(*arguments)

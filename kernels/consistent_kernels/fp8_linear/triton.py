@@ -58,12 +58,11 @@ def _fp8_gemm_fwd_kernel(
             x_mask, w_mask = x_mask & (k < K)[None, :], w_mask & (k < K)[None, :]
         x = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
         w = tl.load(w_rows + k[None, :], mask=w_mask, other=0.0)
-        x_scale = tl.load(
-            x_scales + block.to(tl.int64) * s_column_stride, mask=row_inside, other=0.0
-        )
+        x_scale = tl.load(x_scales, mask=row_inside, other=0.0)
         w_scale = tl.load(w_scale_ptr + column_block * blocks + block)
         product = tl.dot(x, w.T)
         total += product * (x_scale * w_scale)[:, None]
+        x_scales += s_column_stride
     y = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = row_inside[:, None] & column_inside[None, :]
     tl.store(y, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,6 +1,10 @@
-"""The Triton program compiles for Hopper and Blackwell on a machine without a GPU."""
+"""The Triton program compiles for Hopper and Blackwell, and interpreted is near the reference."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +43,50 @@ def test_fp8_gemm_cross_compiles(arch: int, columns: int, inner: int, out: str) 
         enable_fp_fusion=False,
     )
     assert cubin.startswith(b"\x7fELF")
+
+
+_INTERPRETED = """
+import interpreted_fp8
+import torch
+from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
+from consistent_kernels.fp8_linear.triton import fp8_gemm_fwd
+from consistent_kernels.quantization import quantize_rows, quantize_weight
+from consistent_kernels.testing import hazard_activations
+
+interpreted_fp8.install()
+for columns, inner in ((192, 384), (80, 200)):
+    x = quantize_rows(
+        hazard_activations((70, inner), seed=1), scale_format="fp32", impl="reference",
+        tma_aligned=True,
+    )
+    weight = quantize_weight(
+        hazard_activations((columns, inner), seed=2), scale_format="fp32", impl="reference"
+    )
+    actual = fp8_gemm_fwd(*x, *weight, torch.float32)
+    expected = fp8_gemm_ref(*x, *weight, torch.float32)
+    spread = x[1].double().repeat_interleave(128, 1)[:, :inner]
+    w_spread = weight[1].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    magnitude = (x[0].double().abs() * spread) @ (
+        weight[0].double().abs() * w_spread[:columns, :inner]
+    ).t()
+    # Both add 128 exact products in some order, then promote alike: see test_fp8_linear.py.
+    bound = 2 * magnitude * (128 + 2 + 3) * 2**-24 * (1 + 2**-10)
+    assert bool(((actual.double() - expected.double()).abs() <= bound).all())
+print("done")
+"""
+
+
+def test_fp8_gemm_interpreted_is_near_the_reference() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"

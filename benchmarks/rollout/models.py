@@ -169,7 +169,7 @@ def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in random_weights(shape):
-        shard[name] = tensor
+        shard[name] = tensor.cpu()
         size += tensor.nbytes
         if size >= _SHARD_BYTES:
             yield shard
@@ -179,7 +179,7 @@ def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def random_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, bf16 tensor on the CPU), drawn on the GPU where there is one."""
+    """Yield (Hugging Face name, bf16 tensor), drawn on the GPU where there is one."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -190,7 +190,7 @@ def random_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
         mean, std = _distribution(name, parameter.shape, shape)
         values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         values.normal_(mean, std, generator=generator)
-        yield name, values.to(torch.bfloat16).cpu()
+        yield name, values.to(torch.bfloat16)
 
 
 def _distribution(name: str, size: torch.Size, shape: Shape) -> tuple[float, float]:

@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.clock import Clock
 from benchmarks.common.record import provenance
 from benchmarks.common.rows import Row, merge_into
 from benchmarks.rollout import models
 from benchmarks.rollout.models import Checkpoint, checkpoint
 from benchmarks.rollout.process import ProcessError
 from benchmarks.rollout.session import (
-    Clock,
     ModelSession,
     Options,
     Result,
@@ -282,7 +282,8 @@ def main(
     finally:
         if scratch is None:
             shutil.rmtree(folder, ignore_errors=True)
-        _say_phases(clock)
+        for line in clock.summary():
+            typer.echo(line, err=True)
     Console().print(table(result.rows))
     for line in (*result.refusals, *result.broken):
         notes.print(line, markup=False)
@@ -295,8 +296,3 @@ def main(
 def _roomy() -> str | None:
     """Return a memory-backed folder where there is one: checkpoints are read from there fastest."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def _say_phases(clock: Clock) -> None:
-    for name, seconds in sorted(clock.phases, key=lambda phase: -phase[1]):
-        typer.echo(f"{seconds:8.1f} s  {name}", err=True)

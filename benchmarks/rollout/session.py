@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.clock import Clock
 from benchmarks.common.rows import Row
 from benchmarks.common.stats import INTERVAL, paired_ratio
 from benchmarks.rollout.models import Checkpoint
@@ -64,31 +64,6 @@ class Options:
     logs: Path
     profile_steps: int
     cache_state: str
-
-
-class Clock:
-    """Says when a phase begins and ends, and remembers how long each took."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._zero = time.perf_counter()
-        self.phases: list[tuple[str, float]] = []
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body of a `with`."""
-        begin = time.perf_counter()
-        self._tell(f"[{begin - self._zero:6.1f} s] {name} ...")
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            self.phases.append((name, end - begin))
-            self._tell(f"[{end - self._zero:6.1f} s] {name}: {end - begin:.1f} s")
-
-    def tell(self, text: str) -> None:
-        """Print a line with the time."""
-        self._tell(f"[{time.perf_counter() - self._zero:6.1f} s] {text}")
 
 
 @dataclasses.dataclass

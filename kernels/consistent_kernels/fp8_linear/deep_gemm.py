@@ -61,12 +61,6 @@ def check_supported(
         )
 
 
-def require(weight: torch.Tensor, out_dtype: torch.dtype, scale_format: str) -> None:
-    """`check_supported` for a weight [N, K] on its own device."""
-    major = torch.cuda.get_device_capability(weight.device)[0] if weight.is_cuda else 0
-    check_supported(*weight.shape, out_dtype, scale_format, major)
-
-
 def multiply(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -93,17 +87,22 @@ def _library() -> Any:
 
 
 @functools.cache
-def check_batch_invariance(
-    columns: int, inner: int, scale_format: str, device: torch.device
+def start(
+    columns: int,
+    inner: int,
+    out_dtype: torch.dtype,
+    scale_format: str,
+    device: torch.device,
 ) -> None:
-    """Raise unless rows have the same bits in calls of every probed size; cached.
+    """Raise unless DeepGEMM serves this shape with bits that do not follow the batch; cached.
 
     The first use of a shape compiles kernels (DeepGEMM keeps them on disk), so the probe is also
     the warm-up of that shape.
 
     Raises:
-        UnsupportedError: names the row counts that differ.
+        UnsupportedError: names what does not fit, or the row counts that differ.
     """
+    check_supported(columns, inner, out_dtype, scale_format, _capability(device))
 
     def run(operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return multiply(*operands, scale_format)
@@ -117,6 +116,10 @@ def check_batch_invariance(
             f"in a call of {LARGEST_ROWS}",
             ("impl 'triton'",),
         )
+
+
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def fp8_gemm_deep_gemm(
@@ -133,6 +136,5 @@ def fp8_gemm_deep_gemm(
         x_scale: best from `quantize_rows(..., tma_aligned=True)`; copied otherwise.
         scale_format: what both scales hold.
     """
-    require(weight, out_dtype, scale_format)
-    check_batch_invariance(*weight.shape, scale_format, weight.device)
+    start(*weight.shape, out_dtype, scale_format, weight.device)
     return multiply(x, x_scale, weight, weight_scale, scale_format)

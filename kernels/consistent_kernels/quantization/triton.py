@@ -83,7 +83,12 @@ def _quantize_rows_fwd_kernel(
     inside = columns < K
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scale, finite = group_scale(tl.max(_magnitude_bits(x), 1), UE8M0)
-    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], (BLOCK, GROUP)))
+    if UE8M0:
+        # The reciprocal of a power of two is exact, so this is the quotient, for less.
+        inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
+        scaled = x * inverse[:, None]
+    else:
+        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], (BLOCK, GROUP)))
     tl.store(q_ptr + row * K + columns, _to_fp8(scaled, finite[:, None]), mask=inside)
     s_at = s_ptr + row * s_row_stride + groups.to(tl.int64) * s_column_stride
     tl.store(s_at, _written_scale(scale, finite), mask=groups < GROUPS)

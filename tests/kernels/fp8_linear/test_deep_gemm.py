@@ -52,15 +52,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[...,
     """Put a function in the place of `fp8_gemm_nt`, and a Hopper GPU in that of the CPU."""
     monkeypatch.setattr(deep_gemm, "LARGEST_ROWS", 300)
     monkeypatch.setattr(deep_gemm, "PROBED_ROWS", (1, 16, 64, 256))
-    monkeypatch.setattr(deep_gemm, "require", lambda *_: None)
-    deep_gemm.check_batch_invariance.cache_clear()
+    monkeypatch.setattr(deep_gemm, "_capability", lambda _: 9)
+    deep_gemm.start.cache_clear()
 
     def use(function: Callable[..., None]) -> None:
         stand_in = SimpleNamespace(fp8_gemm_nt=function)
         monkeypatch.setattr(deep_gemm, "_library", lambda: stand_in)
 
     yield use
-    deep_gemm.check_batch_invariance.cache_clear()
+    deep_gemm.start.cache_clear()
 
 
 def operands(rows: int = 9) -> tuple[torch.Tensor, Pair]:

@@ -1,0 +1,1 @@
+"""The README's tables, written from the result files between two markers."""

@@ -196,7 +196,8 @@ def warm_up(weight: torch.Tensor, *, scale_format: str, impl: str) -> None:
         weight: [N, K], on the device that will run it.
 
     Raises:
-        UnsupportedError: the implementation does not serve the shape, or its bits follow the batch.
+        UnsupportedError: the implementation does not serve the shape.
+        NumericsError: its bits follow the batch.
     """
     _check_common("warm_up", scale_format, torch.bfloat16, impl)
     if impl == "deep_gemm":

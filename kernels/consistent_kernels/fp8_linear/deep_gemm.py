@@ -7,14 +7,15 @@ on each machine and for each weight shape, and a difference is a refusal.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
 from consistent_kernels.alignment import aligned
-from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.fp8_linear.probe import probe_operands, rows_that_differ
+from consistent_kernels.errors import NumericsError, UnsupportedError
+from consistent_kernels.fp8_linear.probe import Operands, probe_operands, rows_that_differ
 from consistent_kernels.fp8_linear.spec import (
     BLOCK_K,
     DEEP_GEMM_COLUMNS,
@@ -99,23 +100,50 @@ def start(
     The first use of a shape compiles kernels (DeepGEMM keeps them on disk), so the probe is also
     the warm-up of that shape.
 
+    `consistent_kernels.deep_gemm_start.prepare` over `Fp8GemmShape`s compiles a whole model's
+    kernels in parallel and probes more row counts; after it this takes milliseconds.
+
     Raises:
-        UnsupportedError: names what does not fit, or the row counts that differ.
+        UnsupportedError: names what does not fit.
+        NumericsError: names the row counts that differ.
     """
     check_supported(columns, inner, out_dtype, scale_format, _capability(device))
 
-    def run(operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(operands: Operands) -> torch.Tensor:
         return multiply(*operands, scale_format)
 
     operands = probe_operands(LARGEST_ROWS, columns, inner, device)
     differ = rows_that_differ(run, operands, PROBED_ROWS)
     if differ:
-        raise UnsupportedError(
-            "fp8_linear (deep_gemm)",
-            f"weight ({columns}, {inner}) here: rows in calls of {differ} have other bits than "
-            f"in a call of {LARGEST_ROWS}",
-            ("impl 'triton'",),
+        raise NumericsError(
+            f"fp8_linear: DeepGEMM's rows for weight ({columns}, {inner}) in calls of {differ} "
+            f"have other bits than in one of {LARGEST_ROWS}. Use impl 'triton' here and report it"
         )
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Fp8GemmShape:
+    """One weight shape, for `consistent_kernels.deep_gemm_start.prepare`.
+
+    Attributes:
+        columns, inner: N, K.
+        max_rows: the largest M to probe.
+        scale_format: "fp32" or "ue8m0".
+    """
+
+    columns: int
+    inner: int
+    max_rows: int
+    scale_format: str
+
+    def operands(self, rows: int, device: torch.device) -> Operands:
+        """Return `probe_operands` of this shape."""
+        return probe_operands(rows, self.columns, self.inner, device)
+
+    def run(self, operands: Operands, rows: slice) -> torch.Tensor:
+        """Return the library's result for these rows."""
+        x, x_scale, weight, weight_scale = operands
+        return multiply(x[rows], x_scale[rows], weight, weight_scale, self.scale_format)
 
 
 def _capability(device: torch.device) -> int:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.deep_gemm_start import check_rows
+from consistent_kernels.errors import NumericsError, UnsupportedError
 from consistent_kernels.fp8_linear import deep_gemm, fp8_linear, spec
 from consistent_kernels.fp8_linear.probe import probe_operands, rows_that_differ
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
@@ -111,8 +112,18 @@ def test_probe_passes_a_kernel_that_ignores_the_batch_and_runs_once(library: Cal
 def test_control_probe_refuses_a_kernel_that_splits_small_batches(library: Callable) -> None:
     library(small_batches_split_k)
     x, weight = operands()
-    with pytest.raises(UnsupportedError, match=r"\(1, 16\) have other bits .* impl 'triton'"):
+    with pytest.raises(NumericsError, match=r"calls of \(1, 16\) have other bits .* 'triton'"):
         call(x, weight)
+
+
+def test_start_of_a_model_checks_its_rows(library: Callable) -> None:
+    cpu = torch.device("cpu")
+    shape = deep_gemm.Fp8GemmShape(128, 512, 100, "fp32")
+    library(faithful)
+    check_rows(shape, cpu)
+    library(small_batches_split_k)
+    with pytest.raises(NumericsError, match=r"Fp8GemmShape\(columns=128.* M=1 and M=100"):
+        check_rows(shape, cpu)
 
 
 def test_probe_operands_show_the_order_of_blocks() -> None:

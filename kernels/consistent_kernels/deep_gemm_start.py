@@ -1,0 +1,193 @@
+"""Start of DeepGEMM: compile its kernels in parallel, then show that no row's bits follow M.
+
+DeepGEMM compiles one kernel per (N, K) and tile choice with nvcc when it first meets it, some four
+seconds each, and keeps it on disk (DG_JIT_CACHE_DIR). Where the first kernels of a model are not
+there yet, child processes compile all of them at once; each keeps its own CUDA context and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from consistent_kernels.errors import MissingBinaryError, NumericsError
+
+LARGEST_ROWS = 16384
+"""Rows beyond which DeepGEMM's choice of tiles no longer changes; nothing above it is probed."""
+
+ROWS = (
+    *(1, 2, 8, 9, 16, 17, 24, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 144, 160, 192),
+    *(224, 256, 257, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384),
+)
+"""Row counts on both sides of DeepGEMM's tile choices; those up to a model's limit are probed."""
+
+COLD_SECONDS = 0.7
+"""A first call that takes longer has compiled: a kernel from disk loads in a few milliseconds."""
+
+_CHILD = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from consistent_kernels.deep_gemm_start import _child; _child({job!r})"
+)
+
+
+class Shape(Protocol):
+    """One layer shape: a frozen dataclass of JSON values, in a module that a child can import.
+
+    `max_rows` is the largest M to probe: what will be asked for, at most LARGEST_ROWS.
+    """
+
+    max_rows: int
+
+    def operands(self, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return what `run` multiplies, `rows` rows of it."""
+
+    def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:
+        """Return the library's result [rows, N] for these rows of the operands."""
+
+
+def probed_rows(max_rows: int) -> list[int]:
+    """Return the row counts to probe, ascending, `max_rows` included."""
+    return sorted({rows for rows in ROWS if rows < max_rows} | {max_rows})
+
+
+def prepare(shapes: Iterable[Shape], device: torch.device, processes: int = 12) -> float:
+    """Compile every kernel that these shapes may need and check that rows keep their bits.
+
+    Args:
+        shapes: all served by DeepGEMM, of one class or several.
+        device: a CUDA device.
+        processes: compilers at once, at most; each takes some 600 MB of device memory meanwhile.
+
+    Returns:
+        Seconds it took.
+
+    Raises:
+        NumericsError: a row's bits follow the number of rows on this machine.
+        MissingBinaryError: a kernel does not compile.
+    """
+    start = time.monotonic()
+    unique = sorted(set(shapes), key=repr)
+    with _one_at_a_time():
+        for shape in unique:
+            if _first_call_seconds(shape, device) > COLD_SECONDS:
+                _compile(unique, device, processes)
+                break
+    for shape in unique:
+        check_rows(shape, device)
+    return time.monotonic() - start
+
+
+def check_rows(shape: Shape, device: torch.device) -> None:
+    """Compare rows of every probed M with those of the largest one, byte for byte.
+
+    Raises:
+        NumericsError: naming shape and M.
+    """
+    counts = probed_rows(shape.max_rows)
+    operands = shape.operands(counts[-1], device)
+    expected = shape.run(operands, slice(0, counts[-1]))
+    for count in counts[:-1]:
+        for first in {0, (counts[-1] - count) // 2}:
+            part = slice(first, first + count)
+            actual = shape.run(operands, part)
+            if not torch.equal(actual.view(torch.uint8), expected[part].view(torch.uint8)):
+                raise NumericsError(
+                    f"DeepGEMM's rows for {shape} differ between M={count} and M={counts[-1]} on "
+                    f"{_name(device)}. Use impl 'triton' here (VLLM_CONSISTENT_PROGRAM=triton) and "
+                    "report it"
+                )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    # The ranks of a node start together: one compiles, the others then find its kernels on disk.
+    with open(Path(tempfile.gettempdir()) / "consistent_kernels.deep_gemm.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _first_call_seconds(shape: Shape, device: torch.device) -> float:
+    operands = shape.operands(1, device)
+    torch.cuda.synchronize(device)
+    start = time.monotonic()
+    shape.run(operands, slice(0, 1))
+    torch.cuda.synchronize(device)
+    return time.monotonic() - start
+
+
+def _compile(shapes: Sequence[Shape], device: torch.device, processes: int) -> None:
+    """Run each shape's rows in child processes; their kernels land in DeepGEMM's disk cache."""
+    processes = max(1, min(processes, os.cpu_count() or 1))
+    pieces = max(1, processes // len(shapes))
+    jobs: list[tuple[Shape, list[int]]] = []
+    for shape in shapes:
+        rows = probed_rows(shape.max_rows)
+        # Neighbouring M share kernels: a child takes a run of them, so that few compile twice.
+        size = -(-len(rows) // pieces)
+        jobs += [(shape, rows[start : start + size]) for start in range(0, len(rows), size)]
+    jobs.sort(key=lambda job: -len(job[1]))
+    running: list[tuple[subprocess.Popen[bytes], Any]] = []
+    while jobs or running:
+        while jobs and len(running) < processes:
+            running.append(_start(*jobs.pop(0), device))
+        time.sleep(0.05)
+        for child in [child for child in running if child[0].poll() is not None]:
+            running.remove(child)
+            _check_child(*child)
+
+
+def _start(
+    shape: Shape, rows: list[int], device: torch.device
+) -> tuple[subprocess.Popen[bytes], Any]:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    kind = type(shape)
+    job = {
+        "class": [kind.__module__, kind.__qualname__],
+        "fields": dataclasses.asdict(shape),
+        "rows": rows,
+        "device": index,
+    }
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the child has ended
+    code = _CHILD.format(path=list(sys.path), job=json.dumps(job))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log), log
+
+
+def _check_child(child: subprocess.Popen[bytes], log: Any) -> None:
+    log.seek(0)
+    output = log.read().decode(errors="replace")
+    log.close()
+    if child.returncode != 0:
+        raise MissingBinaryError(
+            "deep_gemm",
+            f"compiling its kernels failed (exit {child.returncode}): {output[-2000:]}",
+            sys.executable,
+            "It compiles with nvcc at run time: check CUDA_HOME and the free device memory",
+        )
+
+
+def _child(job: str) -> None:
+    given = json.loads(job)
+    module, name = given["class"]
+    shape: Shape = getattr(importlib.import_module(module), name)(**given["fields"])
+    device = torch.device("cuda", given["device"])
+    torch.cuda.set_device(device)
+    for rows in given["rows"]:
+        shape.run(shape.operands(rows, device), slice(0, rows))
+    torch.cuda.synchronize(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_consistent.cli.demo.command import demo
+from vllm_consistent.cli.plan.command import plan
 
 app = typer.Typer(
     name="vllm-consistent",
@@ -21,3 +22,4 @@ def root() -> None:
 
 
 app.command()(demo)
+app.command()(plan)

@@ -1,0 +1,157 @@
+"""The numbers of a recipe that decide memory, out of verl's composed configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from consistent_kernels.errors import ConfigurationError, InvalidInputError, UnsupportedError
+
+_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One colocated run: every GPU trains, and holds one rollout replica.
+
+    Attributes:
+        model: folder or name.
+        gpus: of the run.
+        shard_gpus: N, that share one copy of the masters.
+        master_bytes, reference_bytes: bytes a parameter.
+        reference: a reference policy is kept.
+        param_offload, optimizer_offload, reference_offload: to host memory during rollout.
+        gradient_checkpointing: layers run again in the backward.
+        micro_batch_tokens: T.
+        prompts, samples: of a step.
+        max_prompt, max_response, max_model_len: tokens.
+        max_num_seqs, max_num_batched_tokens, gpu_memory_utilization: the engine's.
+    """
+
+    model: str
+    gpus: int
+    shard_gpus: int
+    master_bytes: int
+    reference: bool
+    reference_bytes: int
+    param_offload: bool
+    optimizer_offload: bool
+    reference_offload: bool
+    gradient_checkpointing: bool
+    micro_batch_tokens: int
+    prompts: int
+    samples: int
+    max_prompt: int
+    max_response: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+
+    @property
+    def longest_sequence(self) -> int:
+        """Prompt and response, in tokens."""
+        return self.max_prompt + self.max_response
+
+    @property
+    def sequences_per_replica(self) -> int:
+        """Sequences that a replica samples in a step, rounded up."""
+        return -(-self.prompts * self.samples // self.gpus)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step when every sequence is as long as it may be."""
+        return self.prompts * self.samples * self.longest_sequence
+
+
+def compose_recipe(config: str, overrides: list[str]) -> Any:
+    """Compose a recipe with hydra.
+
+    Args:
+        config: a recipe's folder (holding <name>.yaml), or a yaml file.
+        overrides: KEY=VALUE, as on verl's command line.
+
+    Raises:
+        InvalidInputError: no such file, or it does not compose.
+        UnsupportedError: hydra or verl is not installed.
+    """
+    try:
+        import verl  # noqa: F401  its configuration groups are the base
+        from hydra import compose, initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise UnsupportedError(
+            "plan", f"this installation ({error})", ("pip install 'vllm-consistent[verl]'",)
+        ) from error
+    path = Path(config).expanduser()
+    file = path / f"{path.resolve().name}.yaml" if path.is_dir() else path
+    if file.suffix not in (".yaml", ".yml") or not file.is_file():
+        raise InvalidInputError(
+            f"plan: CONFIG must be a recipe's folder or a yaml file, got {config!r}"
+            + (f" without {file.name}" if path.is_dir() else "")
+        )
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(file.resolve().parent), version_base=None):
+            return compose(file.stem, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InvalidInputError(f"plan: {file} must compose: {error}") from error
+
+
+def read_recipe(config: Any) -> Recipe:
+    """Read verl's configuration (composed, `actor_rollout_ref` and so on).
+
+    Raises:
+        ConfigurationError: what this estimate does not cover, all at once.
+    """
+    role, trainer = config.actor_rollout_ref, config.trainer
+    actor, rollout, fsdp = role.actor, role.rollout, role.actor.fsdp_config
+    reference = role.ref.fsdp_config
+    gpus = trainer.nnodes * trainer.n_gpus_per_node
+    violations = []
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        violations.append(f"actor.strategy={actor.strategy}: only FSDP is estimated")
+    if rollout.tensor_model_parallel_size != 1:
+        size = rollout.tensor_model_parallel_size
+        violations.append(f"rollout.tensor_model_parallel_size={size}: set it to 1")
+    for name, part in (("actor", fsdp), ("ref", reference)):
+        if part.model_dtype not in _BYTES:
+            known = ", ".join(_BYTES)
+            violations.append(f"{name}.fsdp_config.model_dtype={part.model_dtype}: one of {known}")
+    shard = gpus if fsdp.fsdp_size in (-1, None) else fsdp.fsdp_size
+    if gpus % shard:
+        violations.append(f"actor.fsdp_config.fsdp_size={shard} does not divide {gpus} GPUs")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = actor.ppo_max_token_len_per_gpu
+    if not actor.use_dynamic_bsz:
+        if actor.ppo_micro_batch_size_per_gpu is None:
+            violations.append(
+                "actor.ppo_micro_batch_size_per_gpu is unset and actor.use_dynamic_bsz is off"
+            )
+        tokens = (actor.ppo_micro_batch_size_per_gpu or 1) * longest
+    if violations:
+        raise ConfigurationError(violations, "plan")
+    return Recipe(
+        model=role.model.path,
+        gpus=gpus,
+        shard_gpus=shard,
+        master_bytes=_BYTES[fsdp.model_dtype],
+        reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
+        reference_bytes=_BYTES[reference.model_dtype],
+        param_offload=bool(fsdp.param_offload),
+        optimizer_offload=bool(fsdp.optimizer_offload),
+        reference_offload=bool(reference.param_offload),
+        gradient_checkpointing=bool(role.model.enable_gradient_checkpointing),
+        micro_batch_tokens=tokens,
+        prompts=config.data.train_batch_size,
+        samples=rollout.n,
+        max_prompt=config.data.max_prompt_length,
+        max_response=config.data.max_response_length,
+        max_model_len=rollout.max_model_len or longest,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+    )

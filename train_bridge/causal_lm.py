@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from consistent_kernels.errors import ConfigurationError, invalid
 from train_bridge.modules import Bridged, Scoring
 from train_bridge.packing import PackedBatch, pack
+from train_bridge.start import prepare_kernels
 from train_bridge.state import BridgeState
 from train_bridge.weights import follow_optimizers, forget_gathered
 
@@ -139,9 +140,10 @@ class CausalLMForward(Bridged):
         """
         refuse_unsupported(rest)
         self._bridge.sharded = is_sharded(self)
+        packed = batch or self.model.pack(input_ids, attention_mask, position_ids, cu_seq_lens_q)
+        prepare_kernels(self, self._bridge, packed.num_tokens)
         if batch is not None:
             return self.lm_head(self.model(batch=batch), scoring)
-        packed = self.model.pack(input_ids, attention_mask, position_ids, cu_seq_lens_q)
         hidden = self.model(batch=packed)
         if shift_labels is not None or temperature is not None:
             output = self._score(hidden, packed, shift_labels, temperature)

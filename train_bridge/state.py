@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from consistent_kernels.attention import AttentionParameters
 from consistent_kernels.contract import Contract
 from consistent_kernels.errors import StaleWeightsError
+from consistent_kernels.experts import prepare_expert_weight
 from consistent_kernels.linear import prepare_weight
 from consistent_kernels.model_facts import ModelFacts
 from consistent_kernels.rotary import RopeParameters
+from consistent_kernels.router import RouterParameters
 
 MODEL_DTYPE = torch.bfloat16
 """Activations and rounded weights; masters may be fp32."""
@@ -47,7 +50,9 @@ class BridgeState:
         rope, attention: parameters of the ops.
         version: of the weights.
         sharded: parameters are gathered layer by layer (FSDP2), so nothing may be kept of them.
-        prepared: rounded weights by module name.
+        prepared: rounded weights by module name; of experts by parameter name.
+        router: of a mixture of experts, or None.
+        prepared_rows: the most rows whose kernels are compiled and probed.
     """
 
     contract: Contract
@@ -58,6 +63,8 @@ class BridgeState:
     version: WeightVersion = dataclasses.field(default_factory=WeightVersion)
     sharded: bool = False
     prepared: dict[str, _Prepared] = dataclasses.field(default_factory=dict)
+    router: RouterParameters | None = None
+    prepared_rows: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model prepares its own weights.
@@ -75,14 +82,30 @@ class BridgeState:
         The key holds the explicit version and what PyTorch knows of the tensor, so an in-place
         change outside an optimizer is noticed too (one through `.data` is not: bump the version).
         """
+        return self._kept(
+            name, master, lambda: self._prepare(self.engine_rows(name, master), out_dtype)
+        )
+
+    def prepared_experts(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        """Return stacked expert weights [E, N, K] rounded to the model dtype, as `prepared_weight`.
+
+        Args:
+            name: of the parameter.
+            master: the parameter.
+        """
+        return self._kept(name, master, lambda: self._prepare_experts(master))
+
+    def _kept(
+        self, name: str, master: torch.Tensor, prepare: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         if self.sharded:
-            return self._prepare(self.engine_rows(name, master), out_dtype)
+            return prepare()
         key = self.key_of(master)
         found = self.prepared.get(name)
         if found is not None and found.key == key:
             return found.weight
         self.prepared.pop(name, None)
-        weight = self._prepare(self.engine_rows(name, master), out_dtype)
+        weight = prepare()
         self.prepared[name] = _Prepared(key, weight)
         return weight
 
@@ -96,6 +119,10 @@ class BridgeState:
             return prepare_weight(
                 master, dtype=MODEL_DTYPE, impl=self.impl("linear"), out_dtype=out_dtype
             )
+
+    def _prepare_experts(self, master: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return prepare_expert_weight(master, dtype=MODEL_DTYPE, impl=self.impl("experts"))
 
     def key_of(self, master: torch.Tensor) -> tuple[int, ...]:
         """What a rounded copy of `master` is valid for."""

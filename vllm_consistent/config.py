@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from consistent_kernels.errors import ConfigurationError, UnsupportedError
+from consistent_kernels.errors import ConfigurationError, MissingBinaryError, UnsupportedError
 from consistent_kernels.model_facts import ARCHITECTURES, model_facts
 from consistent_kernels.resolve import resolve_contract
-from vllm_consistent import contracts, patches
+from vllm_consistent import contracts, env, patches
 from vllm_consistent.refusals import EXTENSION, WORKERS, violations
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def prepare(vllm_config: VllmConfig) -> None:
     try:
         dtype = str(model.dtype).removeprefix("torch.")
         facts = model_facts(model.hf_text_config, dtype, architecture=model.architecture)
-        contract = resolve_contract(facts, device_type)
+        contract = resolve_contract(facts, device_type, only=env.program())
     except ConfigurationError as error:
         found.extend(error.violations)
-    except UnsupportedError as error:
+    except (UnsupportedError, MissingBinaryError) as error:
         found.append(str(error))
     if found or contract is None:
         raise ConfigurationError(found, f"engine configuration for {model.model}")

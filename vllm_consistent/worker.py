@@ -91,6 +91,7 @@ class ConsistentWorkerMixin:
         model = self.model_runner.get_model()
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         self.served_weights = ServedWeights(model, tied)
+        self._prepare_kernels(model)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         groups = self.model_runner.kv_cache_config.kv_cache_groups
@@ -113,8 +114,11 @@ class ConsistentWorkerMixin:
         model = self.model_config
         dtype = str(model.dtype).removeprefix("torch.")
         facts = model_facts(model.hf_text_config, dtype, architecture=model.architecture)
-        ours = resolve_contract(facts, self.device_config.device_type)
+        ours = resolve_contract(facts, self.device_config.device_type, like=asked)
         check_same(ours, asked, ours_is="the worker", theirs_is="the front end")
 
     def _adopt_runner(self) -> None:
         raise AssertionError("the device's worker class decides")
+
+    def _prepare_kernels(self, model: torch.nn.Module) -> None:
+        """What a device compiles or probes before its first step; nothing by default."""

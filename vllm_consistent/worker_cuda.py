@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from consistent_kernels.linear import deep_gemm_start
 from vllm_consistent.contracts import attached
+from vllm_consistent.layers.gemm_shapes import gemm_shapes
 from vllm_consistent.worker import ConsistentWorkerMixin
+
+_log = logging.getLogger(__name__)
 
 
 class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
@@ -28,3 +35,13 @@ class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
 
         self.model_runner.__class__ = ConsistentGPUModelRunner
         self.model_runner.adopt()
+
+    def _prepare_kernels(self, model: torch.nn.Module) -> None:
+        if attached(self.vllm_config).implementation("linear") != "deep_gemm":
+            return
+        scheduler = self.vllm_config.scheduler_config
+        shapes = gemm_shapes(model, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        seconds = deep_gemm_start.prepare(shapes, self.device)
+        # Compilers and probes leave memory in PyTorch's cache, which vLLM would count as in use.
+        torch.cuda.empty_cache()
+        _log.info("DeepGEMM: %d layer shapes compiled and probed in %.1f s", len(shapes), seconds)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 from consistent_kernels.contract import Contract, OpSpec
-from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.errors import UnsupportedError, require_implementation
 from consistent_kernels.model_facts import ModelFacts
-from consistent_kernels.program_source import toolchain
+from consistent_kernels.program_source import cuda_architecture, toolchain
 
 DENSE_BF16 = "dense_bf16_v1"
 DENSE_OPS = (
@@ -22,6 +22,8 @@ DENSE_OPS = (
 MOE_BF16 = "moe_bf16_v1"
 OPS_OF_CONTRACT = {DENSE_BF16: DENSE_OPS, MOE_BF16: (*DENSE_OPS, "experts", "router")}
 _IMPLEMENTATION_OF_DEVICE = {"cpu": "reference", "cuda": "triton"}
+PROGRAMS = (None, "triton")
+"""What may be asked for: the fastest program (None), or on CUDA our own kernels alone."""
 
 
 def contract_name(facts: ModelFacts) -> str:
@@ -41,31 +43,54 @@ def contract_specs(name: str) -> dict[str, OpSpec]:
     return {op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in ops}
 
 
-def choose_implementation(op: str, device_type: str) -> str:
+def choose_implementation(
+    op: str, device_type: str, facts: ModelFacts | None = None, only: str | None = None
+) -> str:
     """Return the implementation of `op` on a device type, the one that a contract names.
 
+    Args:
+        op: the op.
+        device_type: "cpu" or "cuda".
+        facts: of the model; without them, what serves every model of the device.
+        only: "triton" takes our own kernels on CUDA and none out of vLLM's wheel; None the fastest.
+
     Raises:
-        UnsupportedError: another device type.
+        UnsupportedError: another device type, or `only` is unknown.
     """
     if device_type not in _IMPLEMENTATION_OF_DEVICE:
         raise UnsupportedError("contract", f"device {device_type!r}", _IMPLEMENTATION_OF_DEVICE)
+    if only not in PROGRAMS:
+        raise UnsupportedError("contract", f"program {only!r}", PROGRAMS)
     choose = getattr(importlib.import_module(f"consistent_kernels.{op}.spec"), "choose", None)
-    return choose(device_type) if choose else _IMPLEMENTATION_OF_DEVICE[device_type]
+    if choose is None or (only == "triton" and device_type == "cuda"):
+        return _IMPLEMENTATION_OF_DEVICE[device_type]
+    return choose(device_type, cuda_architecture() if device_type == "cuda" else None, facts)
 
 
-def resolve_contract(facts: ModelFacts, device_type: str) -> Contract:
+def resolve_contract(
+    facts: ModelFacts, device_type: str, *, only: str | None = None, like: Contract | None = None
+) -> Contract:
     """Return the contract of a BF16 model on this machine's `device_type`.
 
     Args:
         facts: what the model is, from `model_facts(config, dtype)`.
         device_type: "cpu" or "cuda"; for "cuda" the current device's architecture counts.
+        only: as in `choose_implementation`.
+        like: take the implementations that this contract names (the engine's, say); sources,
+            schedules and binaries are this side's all the same, and so the digest tells.
 
     Raises:
-        UnsupportedError: another device type.
+        UnsupportedError: another device type, or an implementation that does not exist here.
+        MissingBinaryError: an implementation's binary is not installed.
     """
     name = contract_name(facts)
     programs = {}
     for op in OPS_OF_CONTRACT[name]:
-        impl = choose_implementation(op, device_type)
+        if like is not None and op in like.programs:
+            impl = like.implementation(op)
+            choices = importlib.import_module(f"consistent_kernels.{op}.spec").IMPLEMENTATIONS
+            require_implementation(op, impl, choices)
+        else:
+            impl = choose_implementation(op, device_type, facts, only)
         programs[op] = importlib.import_module(f"consistent_kernels.{op}.spec").program(impl)
     return Contract(name, facts.to_dict(), toolchain(device_type), contract_specs(name), programs)

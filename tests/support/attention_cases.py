@@ -13,7 +13,7 @@ from consistent_kernels.attention import (
     attention_varlen,
     write_kv,
 )
-from consistent_kernels.testing import hazard_activations
+from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 
 LENGTHS = (1, 15, 16, 17, 33, 63, 64, 65, 129, 300)
 
@@ -219,3 +219,13 @@ def attention_fp64(batch: Batch) -> Exact:
             )
         )
     return Exact(*(torch.cat(column) for column in zip(*results, strict=True)))
+
+
+def replay(pages: Pages, chunk: int, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Compare every row, computed in chunks with all sequences side by side, with `expected`."""
+    lengths = pages.batch.lengths
+    for start in range(0, max(lengths), chunk):
+        parts = [(i, start, min(start + chunk, n)) for i, n in enumerate(lengths) if n > start]
+        out, lse, rows = pages.attend(parts)
+        assert_bitwise_equal(out, expected[0][rows], f"out, chunk {chunk} at {start}")
+        assert_bitwise_equal(lse, expected[1][rows], f"lse, chunk {chunk} at {start}")

@@ -159,7 +159,7 @@ class ConsistentAttentionImpl(AttentionImpl):
                 block_table=meta.block_table,
                 k_cache=k_cache,
             )
-        out, _ = attention_paged(
+        attention_paged(
             query[:tokens],
             k_cache,
             v_cache,
@@ -171,8 +171,8 @@ class ConsistentAttentionImpl(AttentionImpl):
             max_query_len=meta.max_query_len,
             max_seq_len=meta.max_seq_len,
             plan=meta.plan,
+            out=output[:tokens].view(tokens, self.num_heads, self.head_size),
         )
-        output[:tokens].copy_(out)
         return output
 
 

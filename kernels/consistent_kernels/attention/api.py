@@ -14,6 +14,7 @@ from consistent_kernels.errors import invalid, require_implementation
 _DTYPES = {
     "reference": (torch.bfloat16, torch.float16, torch.float32),
     "triton": (torch.bfloat16, torch.float16),
+    "flash_attn": (torch.bfloat16, torch.float16),
 }
 _BLOCK_MULTIPLE = 16
 
@@ -184,8 +185,10 @@ def _varlen(
             cu_seqlens_k=cu_seqlens_k,
         )
         return attention_ref(q, k, v, plan)
-    from consistent_kernels.attention.triton import attention_varlen_fwd
-
+    if impl == "flash_attn":
+        from consistent_kernels.attention.flash_attn import attention_varlen_fwd
+    else:
+        from consistent_kernels.attention.triton import attention_varlen_fwd
     return attention_varlen_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, params, max_seq_len)
 
 
@@ -202,6 +205,7 @@ def _paged(
     max_query_len: int,
     max_seq_len: int,
     impl: str,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("attention_paged", impl)
     params = _parameters(q, k_cache, scale, sliding_window, key_split)
@@ -216,11 +220,19 @@ def _paged(
             k_cache=k_cache,
         )
         return attention_ref(q, _rows_of(k_cache)[0], _rows_of(v_cache)[0], plan)
+    keys = (k_cache, v_cache, block_table, seq_lens)
+    if impl == "flash_attn":
+        from consistent_kernels.attention import flash_attn
+
+        return flash_attn.attention_paged_fwd(
+            q, *keys, cu_seqlens_q, params, max_query_len, max_seq_len, out
+        )
     from consistent_kernels.attention.triton import attention_paged_fwd
 
-    return attention_paged_fwd(
-        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, params, max_seq_len
-    )
+    result = attention_paged_fwd(q, *keys, cu_seqlens_q, params, max_seq_len)
+    if out is not None:
+        out.copy_(result[0])
+    return result
 
 
 def _write_kv(
@@ -294,12 +306,13 @@ def attention_varlen(
         k, v: [Tk, Hk, D] in the dtype of q.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64 row borders.
         params: heads, scale, window, split.
-        impl: "reference" (CPU) or "triton" (CUDA).
+        impl: "reference" (CPU), "triton" (CUDA) or "flash_attn" (sm_90, head dims 128 and 256, no
+            window; needs vLLM's CUDA wheel).
         plan: from `plan_attention`; must come from the same borders. Not under torch.compile.
 
     Returns:
         (out [T, Hq, D] in the dtype of q, lse [T, Hq] fp32). A row beyond the sequences, or of one
-        without keys, is 0 with lse -inf.
+        without keys, is 0 with lse -inf ("flash_attn" leaves rows beyond the sequences undefined).
 
     Numerics:
         A row's bits depend on its query, the keys and values it sees, and its position: batch-,
@@ -338,6 +351,7 @@ def attention_paged(
     max_query_len: int,
     max_seq_len: int,
     plan: AttentionPlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of new queries over keys in pages; bit-equal to `attention_varlen`.
 
@@ -351,8 +365,9 @@ def attention_paged(
         params, impl: as in `attention_varlen`.
         max_query_len, max_seq_len: upper bounds known on the host; they shape the launch, no bits.
         plan: from `plan_attention`, for this step.
+        out: [T, Hq, D] contiguous to write the result into. Not under torch.compile.
 
-    Returns, Numerics, Raises: as `attention_varlen`.
+    Returns, Numerics, Raises: as `attention_varlen`; "flash_attn" takes pages of 16, 32 or 64 keys.
     """
     op = "attention_paged"
     _check_heads(op, q, k_cache, v_cache, params, impl, key_dims=4)
@@ -370,7 +385,18 @@ def attention_paged(
             raise invalid(op, "plan", f"made for pages {step} rows apart", plan.block_rows)
         count(op, impl)
         with torch.no_grad():
-            return attention_ref(q, k_rows, _rows_of(v_cache)[0], plan)
+            result = attention_ref(q, k_rows, _rows_of(v_cache)[0], plan)
+        if out is not None:
+            out.copy_(result[0])
+        return result
+    if out is not None:
+        if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+            raise invalid(op, "out", f"contiguous {q.dtype} {tuple(q.shape)}", tuple(out.shape))
+        with torch.no_grad():
+            return _paged(
+                q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, params.scale,
+                params.sliding_window, params.key_split, max_query_len, max_seq_len, impl, out,
+            )  # fmt: skip
     return torch.ops.consistent_kernels.attention_paged(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q,
         params.scale, params.sliding_window, params.key_split, max_query_len, max_seq_len, impl,
@@ -391,7 +417,7 @@ def write_kv(
     Args:
         k, v: [T, Hk, D]; k_cache, v_cache: [blocks, block_size, Hk, D].
         slot_mapping: [T] int32 or int64, block * block_size + offset.
-        impl: "reference" or "triton".
+        impl: "reference", "triton" or "flash_attn" (the same kernel as "triton").
 
     Raises:
         InvalidInputError: shape, dtype, layout.
@@ -426,7 +452,9 @@ def attention_varlen_bwd(
     impl: str,
     plan: AttentionPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `attention_varlen`; both implementations use the PyTorch form, in fp32.
+    """Gradients of `attention_varlen`: PyTorch in fp32 on CPU, FlashAttention 2's on CUDA.
+
+    On CUDA they repeat bit for bit only under `torch.use_deterministic_algorithms(True)`.
 
     Args:
         grad_out, q, out: [T, Hq, D]; k, v: [Tk, Hk, D]; lse: [T, Hq] fp32, as the forward gave it.
@@ -452,4 +480,11 @@ def attention_varlen_bwd(
         _check_plan(op, plan, params, q)
     count(op, impl)
     with torch.no_grad():
+        if q.device.type == "cuda":
+            from consistent_kernels.attention.flash_bwd import attention_varlen_bwd_flash
+
+            cu = (cu_seqlens_q, cu_seqlens_k)
+            return attention_varlen_bwd_flash(
+                grad_out, q, k, v, out, lse, *cu, params, plan.max_seq_len
+            )
         return attention_bwd_ref(grad_out, q, k, v, out, lse, plan.sequences, params)

@@ -1,5 +1,7 @@
 """What attention computes, and the pinned schedule of each implementation."""
 
+from typing import Any
+
 from consistent_kernels.contract import OpSpec, Program
 from consistent_kernels.program_source import source_sha256
 
@@ -53,6 +55,12 @@ def query_slots(group: int, rows: int) -> int:
     return slots
 
 
+FLASH_HEAD_DIMS = (128, 256)
+"""FlashAttention 3: head dims whose tiles do not follow phase or page layout (H200, measured)."""
+
+FLASH_PAGE_SIZES = (16, 32, 64)
+"""FlashAttention 3: keys a page; TMA would load pages of 128, and what lies behind the last key."""
+
 _SCHEDULES = {
     "reference": (
         ("parameters.py", "tile_shape.py", "plan.py", "reference.py"),
@@ -67,12 +75,48 @@ _SCHEDULES = {
             "num_stages": NUM_STAGES,
         },
     ),
+    "flash_attn": (
+        ("parameters.py", "flash_attn.py", "flash_attn_merge.py", "triton.py"),
+        {
+            "num_splits": 1,
+            "page_sizes": "16, 32, 64",
+            "split_output": "rounded to the dtype of q before the merge",
+            "merge": "m = max(a, b) of the lse; x = x_a exp(lse_a - m) + x_b exp(lse_b - m), fp32",
+        },
+    ),
 }
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton")."""
+    """Return the program of `impl`, one of IMPLEMENTATIONS.
+
+    Raises:
+        MissingBinaryError: "flash_attn" where vLLM's CUDA wheel is not installed.
+    """
     files, schedule = _SCHEDULES[impl]
+    if impl == "flash_attn":
+        from consistent_kernels import vendored
+
+        schedule = schedule | {"library_sha256": vendored.find_binary("_vllm_fa3_C").sha256}
     return Program(impl, source_sha256("attention", "spec.py", *files), schedule)
+
+
+def choose(device_type: str, arch: str | None = None, facts: Any = None) -> str:
+    """Return the implementation for a device and a model.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        arch: for "cuda", e.g. "sm_90".
+        facts: head_dim and sliding_window are read; None means any model.
+    """
+    if device_type != "cuda":
+        return "reference"
+    served = (
+        arch == "sm_90"
+        and facts is not None
+        and facts.head_dim in FLASH_HEAD_DIMS
+        and facts.sliding_window is None
+    )
+    return "flash_attn" if served else "triton"

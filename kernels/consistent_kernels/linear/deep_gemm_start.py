@@ -7,19 +7,25 @@ there yet, child processes compile all of them at once; each keeps its own CUDA 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from consistent_kernels.errors import MissingBinaryError, NumericsError
 from consistent_kernels.linear.deep_gemm import gemm, is_served
+
+LARGEST_ROWS = 16384
+"""Rows beyond which DeepGEMM's choice of tiles no longer changes; nothing above it is probed."""
 
 ROWS = (
     *(1, 2, 8, 9, 16, 17, 24, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 144, 160, 192),
@@ -42,7 +48,7 @@ class GemmShape:
 
     Attributes:
         columns, inner: N, K.
-        max_rows: the largest M that will be asked for.
+        max_rows: the largest M to probe: what will be asked for, at most LARGEST_ROWS.
         out_fp32: whether the result is fp32 (lm_head) or bf16.
     """
 
@@ -78,13 +84,22 @@ def prepare(shapes: Iterable[GemmShape], device: torch.device, processes: int = 
     """
     start = time.monotonic()
     served = sorted({s for s in shapes if is_served(s.columns, s.inner, False, s.out_dtype)})
-    for shape in served:
-        if _first_call_seconds(shape, device) > COLD_SECONDS:
-            _compile(served, device, processes)
-            break
+    with _one_at_a_time():
+        for shape in served:
+            if _first_call_seconds(shape, device) > COLD_SECONDS:
+                _compile(served, device, processes)
+                break
     for shape in served:
         check_rows(shape, device)
     return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    # The ranks of a node start together: one compiles, the others then find its kernels on disk.
+    with open(Path(tempfile.gettempdir()) / "consistent_kernels.deep_gemm.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def check_rows(shape: GemmShape, device: torch.device) -> None:

@@ -10,27 +10,17 @@ import torch
 from attention_cases import (
     CASES,
     LENGTHS,
-    Pages,
     attention_fp64,
     borders,
     fill_pages,
     make_batch,
+    replay,
 )
 
 from consistent_kernels.attention import AttentionParameters, attention_varlen, write_kv
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, round_early
 
 cases = pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
-
-
-def replay(pages: Pages, chunk: int, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Compare every row, computed in chunks with all sequences side by side, with `expected`."""
-    lengths = pages.batch.lengths
-    for start in range(0, max(lengths), chunk):
-        parts = [(i, start, min(start + chunk, n)) for i, n in enumerate(lengths) if n > start]
-        out, lse, rows = pages.attend(parts)
-        assert_bitwise_equal(out, expected[0][rows], f"out, chunk {chunk} at {start}")
-        assert_bitwise_equal(lse, expected[1][rows], f"lse, chunk {chunk} at {start}")
 
 
 @cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,16 @@ from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.testing import assert_bitwise_equal
 
 LENGTHS = (1, 17, 65, 150)
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    """The switch under which CUDA gradients are promised to repeat."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
 
 cases = pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
 
@@ -96,7 +107,9 @@ def test_attention_grad_does_not_depend_on_the_block(monkeypatch: pytest.MonkeyP
         assert float((a - b).abs().max()) <= 2**-24 * 512 * float(b.abs().max())
 
 
-def test_attention_grad_is_run_to_run_stable(impl_device: tuple[str, str]) -> None:
+def test_attention_grad_is_run_to_run_stable(
+    impl_device: tuple[str, str], deterministic_algorithms: None
+) -> None:
     impl, device = impl_device
     batch = make_batch(CASES["smollm2"], impl, device, lengths=LENGTHS)
     out, lse = batch.attend()

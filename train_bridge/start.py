@@ -1,0 +1,42 @@
+"""What a trainer on CUDA compiles and probes before its first forward of a size."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.token_logprobs.api import STREAM_ROWS
+from train_bridge.modules import LinearForward, LMHeadForward
+from train_bridge.state import BridgeState
+
+_FEWEST_ROWS = 1024
+
+
+def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> None:
+    """Compile and probe DeepGEMM for every (N, K) of the model, once for each size of batch.
+
+    Args:
+        model: bridged, the language model.
+        state: its state; keeps the number of rows prepared so far.
+        tokens: rows of the coming forward.
+
+    Raises:
+        NumericsError: a row's bits follow the number of rows on this machine.
+        MissingBinaryError: a kernel does not compile.
+    """
+    if state.impl("linear") != "deep_gemm" or tokens <= state.prepared_rows:
+        return
+    from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS, GemmShape, prepare
+
+    # Powers of two, so that growing batches prepare a few times and not at every step.
+    rows = max(_FEWEST_ROWS, 1 << (tokens - 1).bit_length())
+    probed = min(rows, LARGEST_ROWS)
+    shapes = set()
+    for module in model.modules():
+        if isinstance(module, LMHeadForward):
+            columns, inner = module.weight.shape
+            head_rows = min(probed, STREAM_ROWS[state.impl("token_logprobs")])
+            shapes.add(GemmShape(columns, inner, head_rows, out_fp32=True))
+        elif isinstance(module, LinearForward) and module.bias is None:
+            shapes.add(GemmShape(*module.weight.shape, probed))
+    prepare(shapes, torch.device("cuda", torch.cuda.current_device()))
+    state.prepared_rows = rows

@@ -22,9 +22,12 @@ def _convert(data: np.ndarray, source: object, target: object, rounding: object)
     if (source, target) == (tl.float8e4nv, tl.float32):
         x = torch.from_numpy(np.ascontiguousarray(data.view(np.uint8)))
         return x.view(torch.float8_e4m3fn).float().numpy().view(np.uint32)
+    if (source, target) == (tl.float8e4nv, tl.float16):
+        x = torch.from_numpy(np.ascontiguousarray(data.view(np.uint8)))
+        return x.view(torch.float8_e4m3fn).half().numpy().view(np.uint16)
     return _stock_convert(data, source, target, rounding)
 
 
 def install() -> None:
-    """Replace the interpreter's casts between fp32 and e4m3 in this process."""
+    """Replace the interpreter's casts to and from e4m3 in this process."""
     interpreter._convert_float = _convert

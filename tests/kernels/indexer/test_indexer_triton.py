@@ -1,0 +1,74 @@
+"""The Triton program of the index scores: compiled for GPUs that are not here, and interpreted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
+from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_indexer_scores_cross_compile(arch: int, heads: int) -> None:
+    from consistent_kernels.indexer.triton import _indexer_scores_kernel
+
+    cubin = cross_compile(
+        _indexer_scores_kernel,
+        arch=arch,
+        signature={"q_ptr": "*u8", "k_ptr": "*u8"}
+        | dict.fromkeys(("weights_ptr", "k_scale_ptr", "out_ptr"), "*fp32")
+        | dict.fromkeys(("table_ptr", "requests_ptr", "starts_ptr", "ends_ptr"), "*i32")
+        | dict.fromkeys(("out_stride", "columns", "table_stride"), "i32")
+        | dict.fromkeys(("page_size", "page_bytes", "page_scales"), "i32"),
+        constexprs={
+            "HEADS": heads,
+            "HEAD_DIM": HEAD_DIM,
+            "LEVELS": heads.bit_length() - 1,
+            "KEY_TILE": KEY_TILE,
+            "TILES": TILES,
+        },
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    assert cubin.startswith(b"\x7fELF")
+
+
+INTERPRETED = """
+import interpreted_fp8
+import torch
+from indexer_cases import exact_scores, make_batch
+from consistent_kernels.testing import assert_bitwise_equal
+
+interpreted_fp8.install()
+batch = make_batch((150, 1, 600), 16, "triton")
+rows = [0, 149, 150, 151, 400, 750]
+packed, paged = batch.packed(rows), batch.paged(rows)
+for at, row in enumerate(rows):
+    own = batch.seen(packed[at], row, packed=True)
+    assert_bitwise_equal(batch.seen(paged[at], row, packed=False), own)
+    expected, magnitude = exact_scores(batch, row)
+    # NumPy adds in fp32: 128 products and 16 heads.
+    assert bool(((own.double() - expected).abs() <= magnitude * 144 * 2**-24).all())
+print("same")
+"""
+
+
+def test_indexer_scores_interpreted_match_reference() -> None:
+    # Addresses, masks, pages and tiles; not the bits of a GPU's product.
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "same", done.stderr

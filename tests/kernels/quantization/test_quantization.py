@@ -263,6 +263,40 @@ def test_quantize_weight_is_the_same_for_both_sides(impl_device: tuple[str, str]
     assert not bitwise_equal(unrounded[0], trainer[0]), "control: the cast to bf16 counts"
 
 
+def through_master(
+    quantized: tuple[torch.Tensor, torch.Tensor], scale_format: str, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a checkpoint of quantized weights becomes by way of a bf16 master."""
+    master = dequantize_blocks(*quantized, torch.bfloat16)
+    return quantize_weight(master, scale_format=scale_format, impl=impl)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_quantized_weights_survive_the_master(
+    impl_device: tuple[str, str], scale_format: str
+) -> None:
+    impl, device = impl_device
+    master = hazard_activations((300, 400), seed=15, device=device)
+    first = quantize_weight(master, scale_format=scale_format, impl=impl)
+    again = through_master(first, scale_format, impl)
+    # A power of two whose largest value was rounded down to 224 scales has half the scale now: the
+    # same products. An fp32 scale of a bf16 maximum is found again from 448 scales.
+    assert_bitwise_equal(dequantize_blocks(*again), dequantize_blocks(*first))
+
+
+def test_control_scales_of_no_bfloat16_maximum_do_not_survive(
+    impl_device: tuple[str, str],
+) -> None:
+    # As in a checkpoint that was quantized from fp32: the values stay, the scale moves.
+    impl, device = impl_device
+    master = hazard_activations((300, 400), seed=16, device=device)
+    values, scale = quantize_weight(master, scale_format="fp32", impl=impl)
+    foreign = values, scale * (1 + 2**-10)
+    again = through_master(foreign, "fp32", impl)
+    assert_bitwise_equal(again[0], values)
+    assert not bitwise_equal(again[1], foreign[1])
+
+
 @pytest.mark.parametrize("offset", [1, 3, 8])
 def test_quantize_ignores_memory_alignment(impl_device: tuple[str, str], offset: int) -> None:
     impl, device = impl_device

@@ -1,8 +1,9 @@
 """Index scores by DeepGEMM's `fp8_fp4_mqa_logits` and its paged form, out of vLLM's wheel.
 
 Two kernels, whose sources (include/deep_gemm/impls/sm90_fp8_{,paged_}mqa_logits.cuh) do one
-arithmetic: one product over 128 dimensions, weighted heads added in one order, then the key's
-scale. A probe shows on each machine that the two give the same bits; a difference is a refusal.
+arithmetic: one product over 128 dimensions, four partial sums of weighted heads in one order, each
+times the key's scale, then added. A probe shows on each machine that the two give the same bits; a
+difference is a refusal.
 """
 
 from __future__ import annotations

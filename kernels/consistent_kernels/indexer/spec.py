@@ -14,7 +14,7 @@ SPEC = OpSpec(
         "dot": "128 products of e4m3, fp32",
         "relu": "dot where dot > 0, else +0.0; a NaN dot counts as 0",
         "head_sum": "products w_h * relu in fp32; the order is the program's",
-        "key_scale": "after the head sum, fp32",
+        "key_scale": "fp32, after the heads or after parts of them, as the program adds them",
         "q": "e4m3, a scale per query and head: 2^ceil(log2(max(amax, 1e-10) / 448))",
         "w": "((w * s_q) * softmax_scale) * head_scale, fp32, in this order",
         "k": "kv_cache_fp8, layout indexer",
@@ -68,7 +68,7 @@ def _schedule(impl: str) -> dict[str, Scalar]:
     from consistent_kernels import vendored
 
     return {
-        "head_sum": "DeepGEMM's: four lanes of sixteen heads, multiply-adds in ascending order",
+        "head_sum": "DeepGEMM's: four lanes, each times the key's scale, added pairwise",
         "library_sha256": vendored.find_binary("deep_gemm").sha256,
         "kernels_sha256": vendored.find_binary("deep_gemm_include").sha256,
         "compiler": vendored.deep_gemm_compiler(),

@@ -1,0 +1,310 @@
+"""Public compressor: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.compressor.reference import (
+    compress_bwd_ref,
+    compress_ref,
+    compressor_state_ref,
+)
+from consistent_kernels.compressor.spec import IMPLEMENTATIONS
+from consistent_kernels.compressor.windows import CompressorParameters
+from consistent_kernels.counters import count
+from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.rotary.parameters import RopeParameters
+from consistent_kernels.rotary.tables import rope_tables
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "compress(Tensor state, Tensor rows, Tensor positions, Tensor weight, str rope, int ratio, "
+    "bool overlap, float norm_eps, ScalarType dtype, str impl) -> Tensor"
+)
+_LIBRARY.define(
+    "compressor_state(Tensor kv_score, Tensor position_bias, Tensor positions, str impl) -> Tensor"
+)
+_LIBRARY.define(
+    "write_compressor_state(Tensor kv_score, Tensor position_bias, Tensor positions, "
+    "Tensor(a!) cache, Tensor slots, str impl) -> ()"
+)
+
+
+def _compress(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    rope: str,
+    ratio: int,
+    overlap: bool,
+    norm_eps: float,
+    dtype: torch.dtype,
+    impl: str,
+) -> torch.Tensor:
+    count("compress", impl)
+    params = CompressorParameters(ratio, overlap, weight.shape[0], norm_eps)
+    tables = rope_tables(rope, state.device)
+    if impl == "reference":
+        return compress_ref(state, rows, positions, weight, *tables, params, dtype)
+    from consistent_kernels.compressor.triton import compress_fwd
+
+    return compress_fwd(state, rows, positions, weight, *tables, params, dtype)
+
+
+def _compressor_state(
+    kv_score: torch.Tensor, position_bias: torch.Tensor, positions: torch.Tensor, impl: str
+) -> torch.Tensor:
+    count("compressor_state", impl)
+    # One fp32 addition an element: PyTorch's has the bits of any program's.
+    return compressor_state_ref(kv_score, position_bias, positions)
+
+
+def _write_compressor_state(
+    kv_score: torch.Tensor,
+    position_bias: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    impl: str,
+) -> None:
+    count("write_compressor_state", impl)
+    if impl == "reference":
+        kept = (slots >= 0).nonzero().view(-1)
+        state = compressor_state_ref(kv_score, position_bias, positions)
+        cache.index_copy_(0, slots[kept].long(), state[kept])
+        return
+    from consistent_kernels.compressor.triton import write_state_fwd
+
+    write_state_fwd(kv_score, position_bias, positions, cache, slots)
+
+
+_LIBRARY.impl("compress", _compress, "CompositeExplicitAutograd")
+_LIBRARY.impl("compressor_state", _compressor_state, "CompositeExplicitAutograd")
+_LIBRARY.impl("write_compressor_state", _write_compressor_state, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::compress", lib=_LIBRARY)
+def _(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    rope: str,
+    ratio: int,
+    overlap: bool,
+    norm_eps: float,
+    dtype: torch.dtype,
+    impl: str,
+) -> torch.Tensor:
+    return state.new_empty((rows.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@torch.library.register_fake("consistent_kernels::compressor_state", lib=_LIBRARY)
+def _(
+    kv_score: torch.Tensor, position_bias: torch.Tensor, positions: torch.Tensor, impl: str
+) -> torch.Tensor:
+    return torch.empty(kv_score.shape, dtype=kv_score.dtype, device=kv_score.device)
+
+
+@torch.library.register_fake("consistent_kernels::write_compressor_state", lib=_LIBRARY)
+def _(
+    kv_score: torch.Tensor,
+    position_bias: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    impl: str,
+) -> None:
+    return None
+
+
+def _check_fp32(op: str, name: str, value: torch.Tensor, width: int) -> None:
+    if value.dim() != 2 or value.dtype != torch.float32 or value.shape[1] != width:
+        raise invalid(op, name, f"float32 [n, {width}]", f"{value.dtype} {tuple(value.shape)}")
+
+
+def _check_integers(op: str, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if value.is_floating_point() or tuple(value.shape) != shape:
+        raise invalid(op, name, f"integers of shape {shape}", f"{value.dtype} {tuple(value.shape)}")
+
+
+def _check_state(
+    op: str,
+    kv_score: torch.Tensor,
+    position_bias: torch.Tensor,
+    positions: torch.Tensor,
+    impl: str,
+) -> None:
+    require_implementation(op, impl, IMPLEMENTATIONS)
+    if position_bias.dim() != 2 or position_bias.dtype != torch.float32:
+        raise invalid(
+            op,
+            "position_bias",
+            "float32 [ratio, W]",
+            f"{position_bias.dtype} {tuple(position_bias.shape)}",
+        )
+    _check_fp32(op, "kv_score", kv_score, 2 * position_bias.shape[1])
+    _check_integers(op, "positions", positions, (kv_score.shape[0],))
+
+
+def _check_entries(
+    op: str,
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    rope: RopeParameters,
+    params: CompressorParameters,
+    impl: str,
+) -> None:
+    require_implementation(op, impl, IMPLEMENTATIONS)
+    _check_fp32(op, "state", state, 2 * params.state_width)
+    if not state.is_contiguous():
+        raise invalid(op, "state", "contiguous", f"strides {state.stride()}")
+    if rows.dtype != torch.int32:
+        raise invalid(op, "rows", "torch.int32", rows.dtype)
+    _check_integers(op, "rows", rows, (rows.shape[0], params.tokens))
+    _check_integers(op, "positions", positions, (rows.shape[0],))
+    if tuple(weight.shape) != (params.head_dim,):
+        raise invalid(op, "weight", f"of shape ({params.head_dim},)", tuple(weight.shape))
+    if rope.rotary_dim > params.head_dim:
+        raise invalid(op, "rope.rotary_dim", f"at most {params.head_dim}", rope.rotary_dim)
+
+
+def compressor_state(
+    kv_score: torch.Tensor, position_bias: torch.Tensor, positions: torch.Tensor, *, impl: str
+) -> torch.Tensor:
+    """What a token leaves for the entries it takes part in: kv | score + position_bias.
+
+    Args:
+        kv_score: [T, 2 W] fp32, kv in the first W columns; W is head_dim, twice that with overlap.
+        position_bias: [ratio, W] fp32 (`ape` in vLLM); its row is position % ratio.
+        positions: [T] integers inside the request.
+        impl: "reference" or "triton".
+
+    Returns:
+        [T, 2 W] fp32.
+
+    Raises:
+        InvalidInputError: shape or dtype.
+    """
+    _check_state("compressor_state", kv_score, position_bias, positions, impl)
+    return torch.ops.consistent_kernels.compressor_state(kv_score, position_bias, positions, impl)
+
+
+def compressor_state_bwd(
+    grad_state: torch.Tensor, positions: torch.Tensor, ratio: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `compressor_state`: (grad_kv_score [T, 2 W], grad_position_bias [ratio, W])."""
+    width = grad_state.shape[1] // 2
+    place = torch.nn.functional.one_hot(positions.long() % ratio, ratio).to(grad_state.dtype)
+    # A product with a 0-1 matrix: an order that does not follow the scheduling of atomics.
+    return grad_state, place.t() @ grad_state[:, width:]
+
+
+def write_compressor_state(
+    kv_score: torch.Tensor,
+    position_bias: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    impl: str,
+) -> None:
+    """cache[slots[t]] = compressor_state of token t, where slots[t] is not negative.
+
+    Args:
+        cache: [N, 2 W] fp32 contiguous, the pages of all requests as rows.
+        slots: [T] integers; the rest as in `compressor_state`.
+    """
+    op = "write_compressor_state"
+    _check_state(op, kv_score, position_bias, positions, impl)
+    _check_fp32(op, "cache", cache, kv_score.shape[1])
+    _check_integers(op, "slots", slots, (kv_score.shape[0],))
+    if not cache.is_contiguous():
+        raise invalid(op, "cache", "contiguous", f"strides {cache.stride()}")
+    torch.ops.consistent_kernels.write_compressor_state(
+        kv_score, position_bias, positions, cache, slots, impl
+    )
+
+
+def compress(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    rope: RopeParameters,
+    params: CompressorParameters,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str,
+) -> torch.Tensor:
+    """Form compressed entries: softmax-weighted sum over a window's tokens, RMS norm, rotation.
+
+    c = sum_j softmax_j(s_j) kv_j per column over the tokens of a window (with overlap: the window
+    before in the first series of columns, its own in the second); entry = round(rotate(c rstd w)).
+
+    Source: DeepSeek-V4 (CSA, HCA); vLLM `compress_norm_rope_store_triton`, up to the quantization,
+    which `kv_cache_fp8` does on the result.
+
+    Args:
+        state: [N, 2 W] fp32 contiguous, from `compressor_state`, packed or as the rows of pages.
+        rows: [E, tokens] int32, rows of state, from `packed_windows` or `paged_windows`; -1 for a
+            token that does not exist. Rows that none names are never read.
+        positions: [E] integers: of the first own token of each window, (position // ratio) * ratio.
+        weight: [head_dim], any float dtype (used as fp32).
+        rope: its rotary_dim last columns are rotated in adjacent pairs.
+        dtype: of the entries.
+        impl: "reference" (any device) or "triton" (CUDA; head_dim a power of two).
+
+    Returns:
+        [E, head_dim]; zeros where a row of `rows` names nothing.
+
+    Numerics:
+        An entry's bits depend on its tokens alone: not on whether they came in one prefill, in
+        chunks or one by one, nor on where the state lies.
+
+    Raises:
+        InvalidInputError: shape, dtype or layout.
+        UnsupportedError: unknown impl, or a head_dim that it does not serve.
+    """
+    _check_entries("compress", state, rows, positions, weight, rope, params, impl)
+    if dtype not in _DTYPES:
+        raise invalid("compress", "dtype", "bfloat16, float16 or float32", dtype)
+    return torch.ops.consistent_kernels.compress(
+        state, rows, positions, weight, rope.key, params.ratio, params.overlap, params.norm_eps,
+        dtype, impl,
+    )  # fmt: skip
+
+
+def compress_bwd(
+    grad_entries: torch.Tensor,
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    rope: RopeParameters,
+    params: CompressorParameters,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `compress` in fp32; both implementations use the PyTorch form.
+
+    A token takes part in one entry of each series, as `packed_windows` builds them.
+
+    Returns:
+        (grad_state [N, 2 W] fp32, grad_weight [head_dim] fp32).
+    """
+    _check_entries("compress_bwd", state, rows, positions, weight, rope, params, impl)
+    if tuple(grad_entries.shape) != (rows.shape[0], params.head_dim):
+        raise invalid(
+            "compress_bwd",
+            "grad_entries",
+            f"of shape {(rows.shape[0], params.head_dim)}",
+            tuple(grad_entries.shape),
+        )
+    tables = rope_tables(rope.key, state.device)
+    return compress_bwd_ref(grad_entries, state, rows, positions, weight, *tables, params)

@@ -1,0 +1,78 @@
+"""Interleaved rotary in Triton, elementwise: one program a token and a few heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from consistent_kernels.interleaved_rotary.spec import HEADS, NUM_WARPS
+
+
+# The launcher aligns what Triton specializes on.
+@triton.jit(
+    do_not_specialize=["heads", "max_position"], do_not_specialize_on_alignment=["positions_ptr"]
+)
+def _interleaved_rotary_fwd_kernel(
+    positions_ptr,  # [T]
+    x_ptr,  # [T, heads, D], strides x_stride, head_stride
+    cos_ptr,  # [max_position, HALF] fp32
+    sin_ptr,  # [max_position, HALF] fp32
+    out_ptr,  # [T, heads, D] contiguous
+    x_stride,
+    head_stride,
+    heads,
+    max_position,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK_D)
+    rotated = column - (D - 2 * HALF)
+    is_rotated = (rotated >= 0) & (column < D)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    # A padded graph row may hold any position and must not read outside the table; a real token
+    # out there turns NaN, which no log-prob hides.
+    known = is_rotated & (position >= 0) & (position < max_position)
+    at = position * HALF + rotated // 2
+    cos = tl.load(cos_ptr + at, mask=known, other=float("nan"))
+    sin = tl.load(sin_ptr + at, mask=known, other=float("nan"))
+    # y[2i] takes -sin of its partner, y[2i + 1] takes +sin; the inverse turns both around.
+    is_odd = rotated % 2 == 1
+    sin = tl.where(is_odd != INVERSE, sin, -sin)
+    row = x_ptr + token * x_stride + head[:, None] * head_stride
+    inside = (head < heads)[:, None] & (column < D)[None, :]
+    x = tl.load(row + column[None, :], mask=inside, other=0.0)
+    partner = tl.load(row + (column ^ 1)[None, :], mask=inside & is_rotated[None, :], other=0.0).to(
+        tl.float32
+    )
+    turned = x.to(tl.float32) * cos[None, :] + partner * sin[None, :]
+    out = tl.where(is_rotated[None, :], turned.to(x.dtype), x)
+    target = out_ptr + (token * heads + head)[:, None] * D + column[None, :]
+    tl.store(target, out, mask=inside)
+
+
+def interleaved_rotary_fwd(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inverse: bool,
+) -> torch.Tensor:
+    """Launch the kernel; see `interleaved_rotary_ref`."""
+    tokens, heads, width = x.shape
+    strided = x.stride(2) == 1 and x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0
+    if not strided or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
+    if tokens:
+        _interleaved_rotary_fwd_kernel[(tokens, triton.cdiv(heads, HEADS))](
+            positions, x, cos, sin, out, x.stride(0), x.stride(1), heads, cos.shape[0],
+            D=width, HALF=cos.shape[1], BLOCK_D=triton.next_power_of_2(width), HEADS=HEADS,
+            INVERSE=inverse, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,144 @@
+"""Relations of the grouped linear: rows and groups alone, strides, fp64, compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from consistent_kernels.errors import InvalidInputError, UnsupportedError
+from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd
+from consistent_kernels.testing import (
+    BATCH_SIZES,
+    assert_bitwise_equal,
+    bitwise_equal,
+    hazard_activations,
+    poisoned_rows,
+    split_k_linear,
+)
+from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
+from train_bridge.functions.grouped_linear import GroupedLinearFunction
+
+GROUPS, INNER, COLUMNS = 3, 208, 80
+TOKENS = max(BATCH_SIZES)
+
+
+def inputs(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x = hazard_activations((TOKENS, GROUPS, INNER), seed=1, device=device)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(GROUPS, COLUMNS, INNER, generator=generator) * INNER**-0.5
+    return x, weight.bfloat16().to(device)
+
+
+def test_grouped_linear_matches_reference(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x, weight = inputs(device)
+    y = grouped_linear(x, weight, impl=impl)
+    expected = torch.einsum("tgk,gnk->tgn", x.double(), weight.double())
+    size = torch.einsum("tgk,gnk->tgn", x.double().abs(), weight.double().abs())
+    # One rounding to bf16, and a sum of K fp32 terms in any order.
+    bound = expected.abs() * 2**-8 + size * INNER * 2**-24
+    assert bool(((y.double() - expected).abs() <= bound).all())
+
+
+def test_grouped_linear_is_batch_invariant(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x, weight = inputs(device)
+    whole = grouped_linear(x, weight, impl=impl)
+    for rows in BATCH_SIZES[::2]:
+        part = slice(TOKENS - rows, TOKENS)
+        assert_bitwise_equal(grouped_linear(x[part], weight, impl=impl), whole[part])
+    for group in range(GROUPS):
+        one = slice(group, group + 1)
+        alone = grouped_linear(x[:, one], weight[one], impl=impl)
+        assert_bitwise_equal(alone, whole[:, one].contiguous())
+
+
+def test_grouped_linear_ignores_poison(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x, weight = inputs(device)
+    buffer, rows = poisoned_rows(x, before=3, after=2)
+    assert_bitwise_equal(
+        grouped_linear(buffer, weight, impl=impl)[rows], grouped_linear(x, weight, impl=impl)
+    )
+    wide = x.new_full((TOKENS, GROUPS, INNER + 24), float("nan"))
+    wide[..., :INNER] = x
+    assert_bitwise_equal(
+        grouped_linear(wide[..., :INNER], weight, impl=impl), grouped_linear(x, weight, impl=impl)
+    )
+
+
+def test_control_a_split_sum_differs(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x, weight = (value.float() for value in inputs(device))  # bf16 hides most of it
+    split = torch.stack(
+        [split_k_linear(x[:, group], weight[group], 2) for group in range(GROUPS)], dim=1
+    )
+    assert not bitwise_equal(split, grouped_linear(x, weight, impl=impl))
+
+
+def test_grouped_linear_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x, weight = inputs(device)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(
+        lambda value: grouped_linear(value, weight, impl=impl), backend=backend, fullgraph=True
+    )
+    assert_bitwise_equal(compiled(x), grouped_linear(x, weight, impl=impl))
+
+
+def test_grouped_linear_grad_matches_reference(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x, weight = inputs(device)
+    grad = hazard_activations((TOKENS, GROUPS, COLUMNS), seed=3, device=device)
+    grad_x, grad_weight = grouped_linear_bwd(grad, x, weight, impl=impl)
+    g, x64, w64 = grad.double(), x.double(), weight.double()
+    for actual, formula, left, right, terms in (
+        (grad_x, "tgn,gnk->tgk", g, w64, COLUMNS),
+        (grad_weight, "tgn,tgk->gnk", g, x64, TOKENS),
+    ):
+        expected = torch.einsum(formula, left, right)
+        size = torch.einsum(formula, left.abs(), right.abs())
+        rounding = 2**-8 if actual.dtype == torch.bfloat16 else 0.0
+        bound = expected.abs() * rounding + size * terms * 2**-24
+        assert bool(((actual.double() - expected).abs() <= bound).all())
+
+
+def test_grouped_linear_function_rounds_the_master() -> None:
+    x, weight = inputs("cpu")
+    master = weight.float().requires_grad_()
+    y = GroupedLinearFunction.apply(x, master, "reference")
+    assert_bitwise_equal(y, grouped_linear(x, weight, impl="reference"))
+    y.float().sum().backward()
+    assert master.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_grouped_linear_cross_compiles(arch: int) -> None:
+    from consistent_kernels.grouped_linear import spec
+    from consistent_kernels.grouped_linear.triton import _grouped_linear_fwd_kernel
+
+    cubin = cross_compile(
+        _grouped_linear_fwd_kernel,
+        arch=arch,
+        signature={
+            "x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "x_stride": "i32",
+            "group_stride": "i32",
+        },
+        constexprs={
+            "G": 8, "N": 1024, "K": 4096, "BLOCK_M": spec.BLOCK_ROWS, "BLOCK_N": spec.BLOCK_COLUMNS,
+            "BLOCK_K": spec.BLOCK_K,
+        },
+        num_warps=spec.NUM_WARPS,
+        num_stages=spec.NUM_STAGES,
+    )  # fmt: skip
+    assert cubin.startswith(b"\x7fELF")
+
+
+def test_grouped_linear_rejects_bad_inputs() -> None:
+    x, weight = inputs("cpu")
+    with pytest.raises(InvalidInputError, match=r"weight must be .*\(3, N, 208\)"):
+        grouped_linear(x, weight[:, :, :100], impl="reference")
+    with pytest.raises(InvalidInputError, match=r"x must be \[T, G, K\]"):
+        grouped_linear(x.int(), weight, impl="reference")
+    with pytest.raises(UnsupportedError, match="impl 'cuda' is not supported"):
+        grouped_linear(x, weight, impl="cuda")

@@ -1,0 +1,160 @@
+"""Relations of interleaved rotary: rows alone, its inverse, stock formulas, compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from consistent_kernels.errors import InvalidInputError, UnsupportedError
+from consistent_kernels.interleaved_rotary import interleaved_rotary
+from consistent_kernels.rotary import RopeParameters, rope_tables
+from consistent_kernels.testing import (
+    BATCH_SIZES,
+    assert_bitwise_equal,
+    bitwise_equal,
+    hazard_activations,
+    poisoned_rows,
+)
+from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
+from train_bridge.functions.interleaved_rotary import InterleavedRotaryFunction
+
+ROPES = (
+    RopeParameters(head_dim=64, rotary_dim=64, theta=10000.0, max_position=4096),
+    RopeParameters(head_dim=128, rotary_dim=16, theta=160000.0, max_position=4096),
+)
+TOKENS = max(BATCH_SIZES)
+
+
+def inputs(rope: RopeParameters, device: str, heads: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(rope.max_position, (TOKENS,), generator=generator)
+    x = hazard_activations((TOKENS, heads, rope.head_dim), seed=1, device=device)
+    return positions.to(device), x
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("inverse", [False, True])
+def test_interleaved_rotary_matches_reference(
+    impl_device: tuple[str, str], rope: RopeParameters, inverse: bool
+) -> None:
+    impl, device = impl_device
+    positions, x = inputs(rope, device)
+    out = interleaved_rotary(positions, x, rope=rope, inverse=inverse, impl=impl)
+    cos, sin = (table[positions].unsqueeze(1).double() for table in rope_tables(rope, x.device))
+    pairs = torch.view_as_complex(x[..., -rope.rotary_dim :].double().unflatten(-1, (-1, 2)))
+    turned = torch.view_as_real(pairs * torch.complex(cos, -sin if inverse else sin)).flatten(-2)
+    expected = torch.cat((x[..., : -rope.rotary_dim].double(), turned), dim=-1)
+    # One rounding (2^-8), two fp32 products and a sum before it (3 2^-24 of their magnitudes).
+    size = pairs.abs().repeat_interleave(2, -1)
+    noise = torch.nn.functional.pad(size, (rope.head_dim - rope.rotary_dim, 0)) * 2**-21
+    assert bool(((out.double() - expected).abs() <= expected.abs() * 2**-8 + noise).all())
+    assert_bitwise_equal(out[..., : -rope.rotary_dim], x[..., : -rope.rotary_dim])
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_interleaved_rotary_is_batch_invariant(
+    impl_device: tuple[str, str], rope: RopeParameters
+) -> None:
+    impl, device = impl_device
+    positions, x = inputs(rope, device)
+    whole = interleaved_rotary(positions, x, rope=rope, impl=impl)
+    for rows in BATCH_SIZES:
+        part = slice(TOKENS - rows, TOKENS)
+        assert_bitwise_equal(
+            interleaved_rotary(positions[part], x[part], rope=rope, impl=impl), whole[part]
+        )
+    strided = torch.cat((x, x), dim=1)[:, 2:5]
+    assert_bitwise_equal(
+        interleaved_rotary(positions, strided, rope=rope, impl=impl), whole[:, 2:5].contiguous()
+    )
+
+
+def test_interleaved_rotary_ignores_poison(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    positions, x = inputs(ROPES[1], device)
+    buffer, rows = poisoned_rows(x, before=2, after=3)
+    places = torch.nn.functional.pad(positions, (2, 3))
+    assert_bitwise_equal(
+        interleaved_rotary(places, buffer, rope=ROPES[1], impl=impl)[rows],
+        interleaved_rotary(positions, x, rope=ROPES[1], impl=impl),
+    )
+
+
+def test_interleaved_rotary_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    positions, x = inputs(ROPES[1], device)
+
+    def there_and_back(value: torch.Tensor) -> torch.Tensor:
+        turned = interleaved_rotary(positions, value, rope=ROPES[1], impl=impl)
+        return interleaved_rotary(positions, turned, rope=ROPES[1], inverse=True, impl=impl)
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(there_and_back, backend=backend, fullgraph=True)
+    assert_bitwise_equal(compiled(x), there_and_back(x))
+
+
+def test_interleaved_rotary_equals_transformers_in_fp32() -> None:
+    """transformers' V4 formula has the same products and sums: equal bits on equal tables."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    positions, x = inputs(ROPES[1], "cpu")
+    cos, sin = (table[positions].unsqueeze(0) for table in rope_tables(ROPES[1], x.device))
+    theirs = modeling.apply_rotary_pos_emb(x.transpose(0, 1).unsqueeze(0), cos, sin)
+    ours = interleaved_rotary(positions, x, rope=ROPES[1], impl="reference")
+    assert_bitwise_equal(ours, theirs[0].transpose(0, 1).contiguous())
+
+
+def test_control_halves_instead_of_pairs_differ(impl_device: tuple[str, str]) -> None:
+    from consistent_kernels.rotary import rotary
+
+    impl, device = impl_device
+    positions, x = inputs(ROPES[0], device)
+    halves, _ = rotary(positions, x, x, rope=ROPES[0], impl=impl)
+    assert not bitwise_equal(halves, interleaved_rotary(positions, x, rope=ROPES[0], impl=impl))
+
+
+def test_interleaved_rotary_grad_matches_reference(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    positions, x = inputs(ROPES[1], device)
+    grad = hazard_activations(tuple(x.shape), seed=2, device=device)
+    leaf = x.clone().requires_grad_()
+    InterleavedRotaryFunction.apply(positions, leaf, ROPES[1], False, impl).backward(grad)
+    expected = interleaved_rotary(positions, grad, rope=ROPES[1], inverse=True, impl=impl)
+    assert_bitwise_equal(leaf.grad, expected)
+    # <rotate(x), g> = <x, rotate_back(g)>, each side rounded once (2^-8 of its magnitudes).
+    turned = interleaved_rotary(positions, x, rope=ROPES[1], impl=impl)
+    left = (turned.double() * grad.double()).sum()
+    right = (x.double() * leaf.grad.double()).sum()
+    size = (x.double().abs() * grad.double().abs()).sum() * 2
+    assert abs(float(left - right)) <= float(size) * 2**-7
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_interleaved_rotary_cross_compiles(arch: int) -> None:
+    from consistent_kernels.interleaved_rotary.spec import HEADS, NUM_WARPS
+    from consistent_kernels.interleaved_rotary.triton import _interleaved_rotary_fwd_kernel
+
+    signature = {
+        "positions_ptr": "*i64", "x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+        "out_ptr": "*bf16", "x_stride": "i32", "head_stride": "i32", "heads": "i32",
+        "max_position": "i32",
+    }  # fmt: skip
+    constexprs = {"D": 512, "HALF": 32, "BLOCK_D": 512, "HEADS": HEADS, "INVERSE": True}
+    cubin = cross_compile(
+        _interleaved_rotary_fwd_kernel,
+        arch=arch,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    assert cubin.startswith(b"\x7fELF")
+
+
+def test_interleaved_rotary_rejects_bad_inputs() -> None:
+    positions, x = inputs(ROPES[0], "cpu")
+    with pytest.raises(InvalidInputError, match=r"x must be \[T, heads, 64\]"):
+        interleaved_rotary(positions, x[..., :63], rope=ROPES[0], impl="reference")
+    with pytest.raises(InvalidInputError, match="positions must be 257 integers"):
+        interleaved_rotary(positions.float(), x, rope=ROPES[0], impl="reference")
+    with pytest.raises(UnsupportedError, match="impl 'cuda' is not supported"):
+        interleaved_rotary(positions, x, rope=ROPES[0], impl="cuda")

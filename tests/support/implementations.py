@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from consistent_kernels.errors import MissingBinaryError
+from consistent_kernels.vendored import find_binary
+
 REFERENCE_CPU = pytest.param(("reference", "cpu"), id="reference-cpu")
 TRITON_CUDA = pytest.param(
     ("triton", "cuda"),
@@ -11,6 +14,27 @@ TRITON_CUDA = pytest.param(
         pytest.mark.gpu,
         pytest.mark.skipif(
             not torch.cuda.is_available(), reason="the Triton program needs a CUDA device"
+        ),
+    ],
+)
+
+
+def _has_deep_gemm() -> bool:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
+        return False
+    try:
+        return find_binary("deep_gemm").path.exists()
+    except MissingBinaryError:
+        return False
+
+
+DEEP_GEMM_CUDA = pytest.param(
+    ("deep_gemm", "cuda"),
+    id="deep_gemm-cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            not _has_deep_gemm(), reason="needs Hopper or Blackwell and vLLM's CUDA wheel"
         ),
     ],
 )

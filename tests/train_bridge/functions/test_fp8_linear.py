@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from implementations import DEEP_GEMM_CUDA, REFERENCE_CPU, TRITON_CUDA
 from torch.utils.checkpoint import checkpoint
 
 from consistent_kernels.fp8_linear import fp8_linear, fp8_linear_bwd
+from consistent_kernels.fp8_linear.spec import quantization_of
 from consistent_kernels.quantization import quantize_rows, quantize_weight
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
 from train_bridge.functions.fp8_linear import Fp8LinearFunction
@@ -14,37 +16,49 @@ from train_bridge.functions.quantization import QuantizedWeights
 from train_bridge.state import WeightVersion
 
 FORMATS = ("fp32", "ue8m0")
+PROGRAMS = (REFERENCE_CPU, TRITON_CUDA, DEEP_GEMM_CUDA)
 
 
-def master_of(columns: int, inner: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def master_of(
+    columns: int, inner: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(columns, inner, generator=generator) * 0.05
-    return weight.to(dtype).requires_grad_()
+    return weight.to(device, dtype).requires_grad_()
 
 
 def store(version: WeightVersion, **options: bool) -> QuantizedWeights:
     return QuantizedWeights(version, scale_format="ue8m0", impl="reference", **options)
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize("out_dtype", [None, torch.float32])
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16])
 def test_fp8_linear_train_equals_infer(
-    master_dtype: torch.dtype, out_dtype: torch.dtype | None, scale_format: str
+    master_dtype: torch.dtype, scale_format: str, program: tuple[str, str]
 ) -> None:
-    x = hazard_activations((19, 200), seed=1).requires_grad_()
-    master = master_of(80, 200, master_dtype)
-    options = {"scale_format": scale_format, "impl": "reference"}
+    impl, device = program
+    x = hazard_activations((19, 512), seed=1, device=device).requires_grad_()
+    master = master_of(192, 512, master_dtype, device)
+    options = {"scale_format": scale_format, "impl": quantization_of(impl)}
     trained = quantize_weight(master, **options)
-    y = Fp8LinearFunction.apply(x, master, *trained, scale_format, "reference", out_dtype)
+    y = Fp8LinearFunction.apply(x, master, *trained, scale_format, impl, None)
     engine = quantize_weight(master.detach().bfloat16(), **options)
-    assert_bitwise_equal(y, fp8_linear(x.detach(), *engine, **options, out_dtype=out_dtype))
-    grad_y = hazard_activations((19, 80), seed=3, dtype=y.dtype)
+    assert_bitwise_equal(y, fp8_linear(x.detach(), *engine, scale_format=scale_format, impl=impl))
+    grad_y = hazard_activations((19, 192), seed=3, dtype=y.dtype, device=device)
     y.backward(grad_y)
     quantized = quantize_rows(x.detach(), **options)
-    grad_x, grad_weight = fp8_linear_bwd(grad_y, *quantized, *trained, impl="reference")
+    grad_x, grad_weight = fp8_linear_bwd(grad_y, *quantized, *trained, impl=impl)
     assert_bitwise_equal(x.grad, grad_x.to(x.dtype))
     assert_bitwise_equal(master.grad, grad_weight.to(master_dtype))
+
+
+def test_fp8_linear_gives_fp32_where_asked() -> None:
+    x, master = hazard_activations((19, 200), seed=1), master_of(80, 200)
+    quantized = quantize_weight(master, scale_format="fp32", impl="reference")
+    y = Fp8LinearFunction.apply(x, master, *quantized, "fp32", "reference", torch.float32)
+    options = {"scale_format": "fp32", "impl": "reference"}
+    assert_bitwise_equal(y, fp8_linear(x, *quantized, **options, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

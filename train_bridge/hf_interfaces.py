@@ -1,9 +1,9 @@
 """Names in transformers' own registries, for Hugging Face models that are not bridged.
 
-`attn_implementation="train_bridge"` gives a stock model the engine's attention: the same op and the
-same bits as a bridged model on equal queries, keys and values. The rest of the model stays stock
-(its linears and norms follow the batch), so this alone makes no log-prob equal to an engine's;
-`bridge_model` does.
+`attn_implementation="train_bridge"` gives a stock model the engine's attention, and
+`experts_implementation="train_bridge"` its experts: the same ops and the same bits as a bridged
+model on equal inputs. The rest of the model stays stock (its linears and norms follow the batch),
+so this alone makes no log-prob equal to an engine's; `bridge_model` does.
 """
 
 from __future__ import annotations
@@ -13,28 +13,34 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from consistent_kernels.attention import AttentionParameters, plan_attention
 from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import ConfigurationError, invalid
+from consistent_kernels.experts import prepare_expert_weight
 from consistent_kernels.resolve import choose_implementation
 from train_bridge.functions.ambient import isolated, plain_settings
 from train_bridge.functions.attention import AttentionFunction
+from train_bridge.functions.experts import ExpertsFunction
 
 NAME = "train_bridge"
-"""What `attn_implementation` (and verl's `override_config.attn_implementation`) is set to."""
+"""What `attn_implementation`, `experts_implementation` and verl's `override_config` are set to."""
 
 _attention = isolated(AttentionFunction)
+_experts = isolated(ExpertsFunction)
 
 
 def register_hf_interfaces() -> None:
-    """Register the name `train_bridge` for attention and its mask; again is harmless.
+    """Register the name `train_bridge` for attention, its mask and experts; again is harmless.
 
     Call it before the model is built or `set_attn_implementation` is used.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, padding_mask)
+    ExpertsInterface.register(NAME, experts_forward)
 
 
 def padding_mask(
@@ -217,3 +223,56 @@ def _find_sequences(
 
 def _borders(starts: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat((starts, starts.new_full((1,), count))).int()
+
+
+def experts_forward(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Experts for transformers' `ExpertsInterface`; see `consistent_kernels.experts` for the op.
+
+    Args:
+        module: holds `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I].
+        hidden_states: [T, H].
+        top_k_index: [T, K] integers.
+        top_k_weights: [T, K], any float dtype, read as fp32.
+
+    Returns:
+        [T, H], summed in fp32 over ascending slots and rounded once.
+
+    Raises:
+        ConfigurationError: biases, other layouts of the weights, or no SiLU gate.
+    """
+    violations = [
+        f"{name}={value}: {why}"
+        for name, value, wanted, why in (
+            ("has_bias", getattr(module, "has_bias", False), False, "experts have no bias"),
+            ("is_transposed", getattr(module, "is_transposed", False), False, "as nn.Linear"),
+            ("is_concatenated", getattr(module, "is_concatenated", True), True, "gate before up"),
+            ("has_gate", getattr(module, "has_gate", True), True, "only SwiGLU is served"),
+        )
+        if value != wanted
+    ]
+    if not isinstance(getattr(module, "act_fn", None), (SiLUActivation, nn.SiLU)):
+        violations.append(f"act_fn={getattr(module, 'act_fn', None)}: only SiLU is served")
+    if violations:
+        raise ConfigurationError(violations, f"experts_implementation={NAME!r}")
+    impl = choose_implementation("experts", hidden_states.device.type)
+    # Made anew in every call: without a weight version a kept copy could be stale.
+    prepared = tuple(
+        prepare_expert_weight(weight, dtype=hidden_states.dtype, impl=impl)
+        for weight in (module.gate_up_proj, module.down_proj)
+    )
+    return _experts(
+        hidden_states,
+        module.gate_up_proj,
+        module.down_proj,
+        top_k_index,
+        top_k_weights.float(),
+        None,
+        prepared,
+        None,
+        impl,
+    )

@@ -11,10 +11,17 @@ from transformers import AttentionInterface
 
 from consistent_kernels.attention import AttentionParameters
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
+from consistent_kernels.experts import prepare_expert_weight
 from consistent_kernels.resolve import choose_implementation
 from consistent_kernels.testing import assert_bitwise_equal
 from train_bridge.functions.attention import AttentionFunction
-from train_bridge.hf_interfaces import NAME, attention_forward, register_hf_interfaces
+from train_bridge.functions.experts import ExpertsFunction
+from train_bridge.hf_interfaces import (
+    NAME,
+    attention_forward,
+    experts_forward,
+    register_hf_interfaces,
+)
 
 Calls = list[dict[str, Any]]
 
@@ -195,3 +202,87 @@ def test_a_mask_changed_in_place_is_seen() -> None:
     after, _ = attention_forward(torch.nn.Module(), *qkv, mask)
     assert after[:, :2].eq(0).all()
     assert not before[:, :2].eq(0).all()
+
+
+def expert_calls(
+    model: torch.nn.Module, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, ...]]:
+    """(module, hidden, ids, weights, out) of every layer of a forward."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    seen: list[tuple[Any, ...]] = []
+
+    def record(*args: Any) -> torch.Tensor:
+        out = experts_forward(*args)
+        seen.append((*args, out))
+        return out
+
+    register_hf_interfaces()
+    monkeypatch.setitem(ExpertsInterface._global_mapping, NAME, record)
+    model.set_experts_implementation(NAME)
+    with torch.no_grad():
+        model(ids)
+    return seen
+
+
+def bridged_experts(
+    module: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    impl = choose_implementation("experts", x.device.type)
+    prepared = tuple(
+        prepare_expert_weight(w, dtype=x.dtype, impl=impl)
+        for w in (module.gate_up_proj, module.down_proj)
+    )
+    w13, w2 = module.gate_up_proj, module.down_proj
+    return ExpertsFunction.apply(x, w13, w2, ids, weights.float(), None, prepared, None, impl)
+
+
+def test_named_experts_equal_bridged(
+    device: str, make_stock: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(3, 1000, (2, 21), generator=torch.Generator().manual_seed(0)).to(device)
+    model = make_stock("qwen3_moe", device=device)
+    calls = expert_calls(model, ids, monkeypatch)
+    assert len(calls) == model.config.num_hidden_layers - len(model.config.mlp_only_layers)
+    for module, x, index, weights, out in calls:
+        assert_bitwise_equal(out, bridged_experts(module, x, index, weights))
+
+
+def test_named_experts_are_batch_invariant_and_control_stock(
+    make_stock: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row alone has its bits; transformers' own sum over experts rounds in another order."""
+    ids = torch.randint(3, 1000, (2, 21), generator=torch.Generator().manual_seed(0))
+    model = make_stock("qwen3_moe")
+    module, x, index, weights, out = expert_calls(model, ids, monkeypatch)[0]
+    alone = experts_forward(module, x[5:6], index[5:6], weights[5:6])
+    assert_bitwise_equal(alone, out[5:6])
+    model.set_experts_implementation("eager")
+    with torch.no_grad(), pytest.raises(AssertionError):
+        assert_bitwise_equal(module(x, index, weights), out)
+
+
+def test_named_experts_grad_equals_bridged(
+    make_stock: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(3, 1000, (1, 33), generator=torch.Generator().manual_seed(0))
+    module, x, index, weights, out = expert_calls(make_stock("qwen3_moe"), ids, monkeypatch)[0]
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    grads = []
+    for forward in (experts_forward, bridged_experts):
+        leaf = x.detach().clone().requires_grad_()
+        module.zero_grad()
+        forward(module, leaf, index, weights).backward(grad)
+        grads.append((leaf.grad, module.gate_up_proj.grad, module.down_proj.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        assert_bitwise_equal(ours, theirs)
+
+
+def test_named_experts_reject_everything_they_do_not_compute() -> None:
+    module = torch.nn.Module()
+    module.has_bias = module.is_transposed = True
+    module.is_concatenated = module.has_gate = False
+    module.act_fn = torch.nn.GELU()
+    with pytest.raises(ConfigurationError) as caught:
+        experts_forward(module, torch.zeros(1, 64), torch.zeros(1, 2), torch.zeros(1, 2))
+    assert len(caught.value.violations) == 5

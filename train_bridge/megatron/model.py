@@ -143,7 +143,7 @@ def bridge_gpt_model(
         model: GPTModel, fp32 or bf16 parameters, TP 1 and PP 1.
         hf_config: the Hugging Face configuration of the same model; the contract is resolved from
             it, as the engine's is.
-        contract: the engine's, to be compared.
+        contract: the engine's, whose implementations are taken; resolved when None.
         device_type: "cpu" or "cuda", where the forward will run; where the parameters are, by
             default.
 
@@ -157,7 +157,7 @@ def bridge_gpt_model(
     inner = unwrapped(model)
     state = inner.state if isinstance(inner, ConsistentGPTModel) else None
     if state is None:
-        state = _new_state(inner, hf_config, device_type)
+        state = _new_state(inner, hf_config, device_type, contract)
     if contract is not None:
         check_same(state.contract, contract, ours_is="this trainer", theirs_is="the engine")
     if not isinstance(inner, ConsistentGPTModel):
@@ -166,7 +166,9 @@ def bridge_gpt_model(
     return model
 
 
-def _new_state(model: nn.Module, hf_config: Any, device_type: str | None) -> MegatronState:
+def _new_state(
+    model: nn.Module, hf_config: Any, device_type: str | None, contract: Contract | None
+) -> MegatronState:
     if not isinstance(model, GPTModel):
         raise ConfigurationError(
             [f"class {type(model).__name__}: give a megatron-core GPTModel"], "megatron model"
@@ -178,6 +180,8 @@ def _new_state(model: nn.Module, hf_config: Any, device_type: str | None) -> Meg
     except ConfigurationError as error:
         violations += error.violations
     if facts is not None:
+        if facts.moe:
+            violations.append("mixture-of-experts layers are not bridged yet")
         violations += disagreements(model.config, facts, hf_config)
         violations += _model_violations(model, facts, hf_config)
     device = device_type or next((p.device.type for p in model.parameters()), "unknown")
@@ -186,7 +190,7 @@ def _new_state(model: nn.Module, hf_config: Any, device_type: str | None) -> Meg
     if violations:
         raise ConfigurationError(violations, "megatron model")
     return MegatronState(
-        contract=resolve_contract(facts, device),
+        contract=resolve_contract(facts, device, like=contract),
         facts=facts,
         device_type=device,
         rope=RopeParameters.from_hf_config(hf_config),

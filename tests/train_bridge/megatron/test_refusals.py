@@ -140,6 +140,12 @@ def test_bridge_rejects_what_is_no_gpt_model(stock: torch.nn.Module) -> None:
         bridge_gpt_model(stock, stock.config)
 
 
+def test_bridge_rejects_experts(stock: torch.nn.Module, make_stock: Callable) -> None:
+    experts = named(make_stock("qwen3_moe")).config
+    with pytest.raises(ConfigurationError, match="mixture-of-experts"):
+        bridge_gpt_model(gpt_model(stock.config), experts)
+
+
 def test_bridge_rejects_another_contract(make_gpt: Callable, make_bridged: Callable) -> None:
     with pytest.raises(ContractMismatchError):
         bridge_gpt_model(make_gpt("qwen3"), None, contract=make_bridged("llama")._bridge.contract)

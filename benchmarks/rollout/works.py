@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import random
+import zlib
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from consistent_kernels.errors import UnsupportedError
 
@@ -66,24 +68,23 @@ class Work:
 
     def prompts(self, round_index: int, vocabulary: int) -> list[list[int]]:
         """Return the prompts of a round; the same ones in every round where `cached`."""
-        generator = random.Random(f"{self.key}/{0 if self.cached else round_index}")
-        return _random_prompts(generator, self.requests, self.prompt, vocabulary)
+        seed = f"{self.key}/{0 if self.cached else round_index}"
+        return _random_prompts(seed, self.requests, self.prompt, vocabulary)
 
     def parity_prompts(self, turn: int, vocabulary: int) -> list[list[int]]:
         """Return the prompts of one rollout of the parity check."""
-        generator = random.Random(f"{self.key}/parity/{turn}")
         count = self.parity[0] if self.parity else self.requests
-        return _random_prompts(generator, count, self.prompt, vocabulary)
+        return _random_prompts(f"{self.key}/parity/{turn}", count, self.prompt, vocabulary)
 
 
 def _random_prompts(
-    generator: random.Random, count: int, length: tuple[int, int], vocabulary: int
+    seed: str, count: int, length: tuple[int, int], vocabulary: int
 ) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    lengths = torch.randint(length[0], length[1] + 1, (count,), generator=generator).tolist()
     # Low ids are often special tokens.
-    return [
-        [generator.randrange(16, vocabulary) for _ in range(generator.randint(*length))]
-        for _ in range(count)
-    ]
+    ids = torch.randint(16, vocabulary, (sum(lengths),), generator=generator)
+    return [part.tolist() for part in ids.split(lengths)]
 
 
 _MIXED = (7, 777)

@@ -1,0 +1,401 @@
+"""The rollout benchmark without engines: order, refusals, rows, works, memory, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.common.clock import Clock
+from benchmarks.rollout import run, session
+from benchmarks.rollout.models import Checkpoint
+from benchmarks.rollout.process import ProcessError
+from benchmarks.rollout.samples import Sample, compare, enough
+from benchmarks.rollout.session import ModelSession, Options, engine_arguments
+from benchmarks.rollout.variants import STOCK, VARIANTS, variants
+from benchmarks.rollout.works import DECODE, WORKS, chosen, tiny
+from consistent_kernels.errors import ConfigurationError, InvalidInputError, UnsupportedError
+
+MODEL = Checkpoint(Path("somewhere"), vocabulary=1280, weight_bytes=1000, kv_bytes=64)
+LOGPROB = np.float32(-0.7)
+NEXT = np.nextafter(LOGPROB, np.float32(0))
+
+
+class Fake:
+    """Stands for an engine's or a trainer's process; `faults` names what goes wrong.
+
+    Faults: (variant, role, method) -> "one bit" flips a score, an exception is raised.
+    """
+
+    faults: ClassVar[dict[tuple[str, str, str], Any]] = {}
+    calls: ClassVar[list[tuple[str, str]]] = []
+    logprob: ClassVar[np.float32] = LOGPROB
+
+    def __init__(self, name: str, module: str, environment: dict[str, str], logs: Path) -> None:
+        role = "trainer" if name.endswith("-trainer") else "engine"
+        self.variant = name.removesuffix("-trainer").rpartition("-")[2]
+        self.role = role
+        self.environment = environment
+        self.answers: list[Any] = []
+        self.closed = False
+
+    def send(self, method: str, **arguments: Any) -> None:
+        self.answers.append((method, arguments))
+
+    def result(self) -> Any:
+        method, arguments = self.answers.pop(0)
+        Fake.calls.append((self.variant, method))
+        fault = self.faults.get((self.variant, self.role, method))
+        if isinstance(fault, Exception):
+            raise fault
+        return getattr(self, method)(fault, **arguments)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        self.send(method, **arguments)
+        return self.result()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def prepare(self, fault: Any) -> None:
+        return None
+
+    def load(self, fault: Any, model: str) -> None:
+        return None
+
+    def bridge(self, fault: Any, device: str, contract: Any) -> None:
+        return None
+
+    def start(self, fault: Any, model: str, arguments: Any, consistent: bool) -> dict[str, Any]:
+        return {"seconds": 30.0, "contract": {"name": "made up"}, "report": None}
+
+    def rollout(
+        self, fault: Any, prompts: Any, tokens: int, measure: str, cached: bool
+    ) -> dict[str, Any]:
+        scores = np.full(tokens, self.logprob, np.float32)
+        samples = [Sample(ids, [5] * tokens, scores) for ids in prompts]
+        return {"value": 80.0 if self.variant != STOCK else 100.0, "samples": samples}
+
+    def score(self, fault: Any, samples: list[Sample], **options: Any) -> list[np.ndarray]:
+        scores = [sample.logprobs.copy() for sample in samples]
+        if fault == "one bit":
+            scores[-1][-1] = np.nextafter(scores[-1][-1], np.float32(0))
+        return scores
+
+    def profile(self, fault: Any, prompts: Any, steps: int) -> dict[str, Any]:
+        return {"steps": steps, "kernels": []}
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "Process", Fake)
+    monkeypatch.setattr(Fake, "faults", {})
+    monkeypatch.setattr(Fake, "calls", [])
+    monkeypatch.setattr(Fake, "logprob", LOGPROB)
+
+
+def options(*names: str, **fields: Any) -> Options:
+    given: dict[str, Any] = {
+        "variants": variants(list(names) or ["consistent"], with_stock=True),
+        "pairs": 3,
+        "warmups": 1,
+        "parity_tokens": 8,
+        "device": "cpu",
+        "engine_args": {},
+        "packed_tokens": 64,
+        "environment": {},
+        "logs": Path("logs"),
+        "profile_steps": 0,
+        "cache_state": "cold",
+    }
+    return Options(**(given | fields))
+
+
+def finished(*keys: str, told: Options | None = None) -> ModelSession:
+    """Run a session of tiny works on fakes."""
+    works = [tiny(work) for work in chosen(keys or ("qwen3_0_6b.256",))]
+    made = ModelSession(works, told or options(), Clock(lambda text: None))
+    made.launch()
+    made.begin(MODEL)
+    made.settle()
+    made.smoke()
+    made.time()
+    made.check()
+    made.close()
+    return made
+
+
+def test_rows_hold_what_the_table_needs() -> None:
+    result = finished().result
+    assert result.refusals == []
+    (row,) = result.rows
+    assert row["ratio_to_stock"] == row["ratio_low"] == row["ratio_high"] == pytest.approx(0.8)
+    assert (row["ours"], row["stock"], row["unit"], row["pairs"]) == (80.0, 100.0, "tokens/s", 3)
+    assert (row["mismatched_tokens"], row["stock_mismatched_tokens"]) == (0, 0)
+    assert row["compared_tokens"] >= 8
+    assert row["mean_logprob"] == pytest.approx(float(LOGPROB))
+    assert row["start_seconds"] == {"ours": 30.0, "stock": 30.0, "cache": "cold"}
+
+
+def test_engines_take_turns_forwards_and_backwards() -> None:
+    finished(told=options("consistent", "batch_invariant", warmups=0))
+    timed = [variant for variant, method in Fake.calls if method == "rollout"][1:]  # first: smoke
+    forwards = [STOCK, "consistent", "batch_invariant"]
+    assert timed[:9] == [*forwards, *forwards[::-1], *forwards]
+
+
+@pytest.mark.parametrize("role", ["engine", "trainer"])
+def test_one_differing_bit_refuses_the_speed(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if role == "engine":  # let the first samples pass, so that the last check is what refuses
+        monkeypatch.setattr(ModelSession, "smoke", lambda self: None)
+    Fake.faults[("consistent", role, "score")] = "one bit"
+    result = finished().result
+    assert result.rows == []
+    (line,) = result.refusals
+    assert "1 of 12 log-probs differ" in line
+    assert f"{role} 1" in line
+    assert f"first at request 1, token 5: sampled {LOGPROB.item()!r}" in line
+    assert f"{role} {NEXT.item()!r}" in line
+    assert "no speed is reported" in line
+
+
+def test_differing_first_samples_stop_the_engine_before_it_is_timed() -> None:
+    Fake.faults[("consistent", "engine", "score")] = "one bit"
+    result = finished().result
+    assert result.rows == []
+    assert "nothing was timed" in result.refusals[0]
+    assert [call for call in Fake.calls if call == ("consistent", "rollout")] == [
+        ("consistent", "rollout")
+    ]
+
+
+def test_flat_logits_refuse_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "logprob", np.float32(-3.0))
+    result = finished().result
+    assert result.rows == []
+    assert "too flat" in result.refusals[0]
+
+
+def test_a_peer_is_measured_with_its_mismatch() -> None:
+    Fake.faults[("batch_invariant", "engine", "score")] = "one bit"
+    rows = {
+        row["variant"]: row
+        for row in finished(told=options("consistent", "batch_invariant")).result.rows
+    }
+    assert rows["batch_invariant"]["mismatched_tokens"] == 1
+    assert rows["batch_invariant"]["mismatched_trainer"] is None
+    assert rows["consistent"]["mismatched_tokens"] == 0
+
+
+def test_too_few_tokens_are_topped_up() -> None:
+    told = options(parity_tokens=200)
+    (row,) = finished("qwen3_0_6b.1", told=told).result.rows
+    assert 200 <= row["compared_tokens"] < 206
+
+
+def test_a_variant_that_does_not_start_is_left_out() -> None:
+    Fake.faults[("batch_invariant", "engine", "start")] = ProcessError("no such backend")
+    result = finished(told=options("consistent", "batch_invariant")).result
+    assert [row["variant"] for row in result.rows] == ["consistent"]
+    assert "no such backend" in result.broken[0]
+
+
+def test_without_stock_nothing_is_measured() -> None:
+    Fake.faults[(STOCK, "engine", "rollout")] = ProcessError("out of memory")
+    with pytest.raises(ProcessError, match="out of memory"):
+        finished()
+
+
+def test_stock_ends_before_the_trainer_takes_its_memory() -> None:
+    made = ModelSession([tiny(chosen(["smollm2.256"])[0])], options(), Clock(lambda text: None))
+    made.launch()
+    made.begin(MODEL)
+    made.settle()
+    made.time()
+    stock = made.stock.engine
+    bridge = Fake.bridge
+
+    def checked(self: Fake, fault: Any, **arguments: Any) -> None:
+        assert stock.closed
+        bridge(self, fault, **arguments)
+
+    Fake.bridge = checked
+    try:
+        made.check()
+    finally:
+        Fake.bridge = bridge
+    assert made.result.rows
+
+
+def test_trainer_runs_in_its_engines_environment() -> None:
+    made = ModelSession([tiny(WORKS[0])], options(environment={"A": "1"}), Clock(lambda text: None))
+    made.launch()
+    seat = next(seat for seat in made.seats if seat.variant.name == "consistent")
+    assert seat.trainer.environment == seat.engine.environment
+    assert seat.engine.environment == {"A": "1"} | VARIANTS["consistent"].environment
+
+
+def samples(*lengths: int) -> list[Sample]:
+    return [Sample([1, 2], [3] * n, np.full(n, LOGPROB, np.float32)) for n in lengths]
+
+
+def test_compare_counts_bits_not_values() -> None:
+    given = [Sample([1], [2, 3], np.array([0.0, np.nan], np.float32))]
+    same = [np.array([0.0, np.nan], np.float32)]
+    assert compare(given, same, same).mismatched == 0
+    found = compare(given, [np.array([-0.0, np.nan], np.float32)], same)
+    assert (found.engine, found.trainer, found.mismatched) == (1, 0, 1)
+    assert found.first.startswith("request 0, token 0: sampled 0.0, engine -0.0")
+
+
+def test_compare_counts_a_token_once_and_names_the_first() -> None:
+    given = samples(2, 3)
+    other = [sample.logprobs.copy() for sample in given]
+    other[1][1] = NEXT
+    found = compare(given, other, other)
+    assert (found.tokens, found.engine, found.trainer, found.mismatched) == (5, 1, 1, 1)
+    assert found.first.startswith("request 1, token 1")
+
+
+def test_enough_is_evenly_spread_and_no_more() -> None:
+    given = samples(*[10] * 8)
+    assert enough(given, 20) == [given[0], given[4]]
+    assert enough(given, 1000) == given
+    assert enough([], 5) == []
+
+
+def test_works_cover_the_table_and_keys_are_unique() -> None:
+    assert len({work.key for work in WORKS}) == len({work.name for work in WORKS}) == len(WORKS)
+    assert {work.model for work in WORKS} == {"qwen3_8b", "qwen3_0_6b", "smollm2"}
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.key)
+def test_prompts_repeat_by_round_and_fit(work: Any) -> None:
+    first = work.prompts(0, 1280)
+    assert first == work.prompts(0, 1280)
+    assert (first == work.prompts(1, 1280)) == work.cached
+    assert work.parity_prompts(0, 1280) != work.parity_prompts(1, 1280)
+    lengths = [len(ids) for ids in (*first, *work.parity_prompts(0, 1280))]
+    assert work.prompt[0] <= min(lengths)
+    assert max(lengths) <= work.prompt[1]
+    assert max(lengths) + work.new_tokens < work.longest() + 1
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.key)
+def test_pages_hold_all_requests_of_a_round(work: Any) -> None:
+    arguments = engine_arguments([work], MODEL, "cuda")
+    held = arguments["kv_cache_memory_bytes"] // MODEL.kv_bytes
+    at_once = sum(-(-(len(ids) + work.new_tokens) // 16) * 16 for ids in work.prompts(3, 1280))
+    assert held >= at_once
+    assert held >= arguments["max_model_len"]
+
+
+def test_chosen_takes_works_and_models() -> None:
+    assert [work.key for work in chosen(["smollm2.256"])] == ["smollm2.256"]
+    assert len(chosen(["qwen3_8b"])) == 5
+    assert chosen([]) == list(WORKS)
+    with pytest.raises(UnsupportedError, match=r"qwen3_8b\.256"):
+        chosen(["nonsense"])
+
+
+def test_waves_hold_what_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_ENGINE_OVERHEAD", 0)
+    told = options(engine_args={"kv_cache_memory_bytes": 100})
+    made = [ModelSession([work], told, Clock(lambda text: None)) for work in WORKS[:3]]
+    model = dataclasses.replace(MODEL, weight_bytes=400)  # 2 engines of 500 each
+    assert run.waves(made, [model] * 3, 2000) == [[0, 1], [2]]
+    assert run.waves(made, [model] * 3, 1999) == [[0], [1], [2]]
+    with pytest.raises(ConfigurationError, match="name fewer works"):
+        run.waves(made, [model] * 3, 999)
+
+
+def test_decode_works_are_those_with_cached_prompts() -> None:
+    assert {work.key for work in WORKS if work.cached} == {
+        work.key for work in WORKS if work.measure == DECODE
+    }
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(run.app, list(arguments))
+
+
+def tiny_arguments(folder: Path) -> tuple[str, ...]:
+    work = ("--tiny", "--work", "qwen3_0_6b.1", "--parity-tokens", "12", "--commit", "4" * 40)
+    return (*work, "--scratch", str(folder / "scratch"), "--out", str(folder / "rows.json"))
+
+
+def test_command_writes_rows_and_profiles(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    done = invoke(*tiny_arguments(tmp_path), "--profile", str(profile))
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["commit"] == "4" * 40
+    assert row["versions"]["torch"]
+    assert {p["variant"] for p in json.loads(profile.read_text())} == {STOCK, "consistent"}
+
+
+def test_command_exits_with_1_and_reports_no_speed(tmp_path: Path) -> None:
+    Fake.faults[("consistent", "trainer", "score")] = "one bit"
+    done = invoke(*tiny_arguments(tmp_path))
+    assert done.exit_code == 1
+    assert "no speed is reported" in done.output
+    assert json.loads((tmp_path / "rows.json").read_text()) == []
+    assert "0.800" not in done.output, "the ratio must not appear"
+
+
+def test_command_exits_with_3_when_an_engine_breaks(tmp_path: Path) -> None:
+    Fake.faults[("batch_invariant", "engine", "start")] = ProcessError("no such backend")
+    both = ("--variant", "consistent", "--variant", "batch_invariant")
+    done = invoke(*tiny_arguments(tmp_path), *both)
+    assert done.exit_code == 3
+    assert len(json.loads((tmp_path / "rows.json").read_text())) == 1
+    Fake.faults[(STOCK, "engine", "start")] = ProcessError("no memory")
+    assert invoke(*tiny_arguments(tmp_path)).exit_code == 3
+
+
+def test_command_checks_parity_alone(tmp_path: Path) -> None:
+    done = invoke(*tiny_arguments(tmp_path), "--parity-only")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "rows.json").read_text()) == []
+    assert {variant for variant, _ in Fake.calls} == {"consistent"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--work", "nonsense"], "work 'nonsense' is not supported"),
+        (["--variant", "stock"], "impl 'stock' is not supported"),
+        (["--engine-arg", "max_num_seqs"], "NAME=JSON"),
+        (["--engine-arg", "a=b"], "NAME=JSON"),
+        (["--pairs", "1"], "greater than or equal to 2"),
+    ],
+)
+def test_command_rejects_bad_arguments(arguments: list[str], text: str) -> None:
+    done = invoke("--tiny", "--commit", "5" * 40, *arguments)
+    assert done.exit_code == 2, done.output
+    assert text in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_command_without_a_gpu_says_so() -> None:
+    done = invoke("--commit", "5" * 40)
+    assert done.exit_code == 2
+    assert "use --tiny" in done.output
+
+
+def test_engine_options_are_json() -> None:
+    assert run.engine_options(["a=1", 'b={"c": [1]}']) == {"a": 1, "b": {"c": [1]}}
+    with pytest.raises(InvalidInputError):
+        run.engine_options(["=1"])
+
+
+def test_list_names_every_work() -> None:
+    done = invoke("--list")
+    assert done.exit_code == 0
+    assert all(work.key in done.output for work in WORKS)

@@ -24,9 +24,9 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    """A gloo process group of one rank; megatron-core builds nothing without its groups."""
+    """A gloo group of one rank, gone after the file: an engine in this process makes its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -51,8 +51,10 @@ class Shape(Protocol):
 
     max_rows: int
 
-    def operands(self, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return what `run` multiplies, `rows` rows of it."""
+    def operands(
+        self, rows: int, device: torch.device, *, blank: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what `run` multiplies, `rows` rows of it; `blank` holds anything, for compiling."""
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:
         """Return the library's result [rows, N] for these rows of the operands."""
@@ -124,7 +126,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _first_call_seconds(shape: Shape, device: torch.device) -> float:
-    operands = shape.operands(1, device)
+    operands = shape.operands(1, device, blank=True)
     torch.cuda.synchronize(device)
     start = time.monotonic()
     shape.run(operands, slice(0, 1))
@@ -189,5 +191,5 @@ def _child(job: str) -> None:
     device = torch.device("cuda", given["device"])
     torch.cuda.set_device(device)
     for rows in given["rows"]:
-        shape.run(shape.operands(rows, device), slice(0, rows))
+        shape.run(shape.operands(rows, device, blank=True), slice(0, rows))
     torch.cuda.synchronize(device)

@@ -136,8 +136,14 @@ class Fp8GemmShape:
     max_rows: int
     scale_format: str
 
-    def operands(self, rows: int, device: torch.device) -> Operands:
-        """Return `probe_operands` of this shape."""
+    def operands(self, rows: int, device: torch.device, *, blank: bool = False) -> Operands:
+        """Return `probe_operands` of this shape, or uninitialized ones where `blank`."""
+        if blank:
+            x_scale = torch.empty((rows, self.inner // BLOCK_K), device=device)
+            blocks = (-(-self.columns // BLOCK_K), self.inner // BLOCK_K)
+            x = torch.empty((rows, self.inner), dtype=torch.float8_e4m3fn, device=device)
+            weight = x.new_empty((self.columns, self.inner))
+            return x, x_scale, weight, x_scale.new_empty(blocks)
         return probe_operands(rows, self.columns, self.inner, device)
 
     def run(self, operands: Operands, rows: slice) -> torch.Tensor:

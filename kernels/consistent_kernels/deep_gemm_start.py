@@ -54,7 +54,7 @@ class Shape(Protocol):
     def operands(
         self, rows: int, device: torch.device, *, blank: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Return what `run` multiplies, `rows` rows of it; `blank` holds anything, for compiling."""
+        """Return what `run` multiplies, `rows` rows of it; anything where `blank`."""
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:
         """Return the library's result [rows, N] for these rows of the operands."""

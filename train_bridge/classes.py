@@ -11,6 +11,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from train_bridge.causal_lm import CausalLMForward, DecoderForward
 from train_bridge.modules import (
@@ -22,6 +23,7 @@ from train_bridge.modules import (
     MLPForward,
     RMSNormForward,
 )
+from train_bridge.moe import ExpertsForward, SparseMoeBlockForward, TopKRouterForward
 
 
 def _consistent(forward: type, stock: type[nn.Module]) -> type[nn.Module]:
@@ -57,6 +59,18 @@ ConsistentQwen3DecoderLayer = _consistent(DecoderLayerForward, qwen3.Qwen3Decode
 ConsistentQwen3Model = _consistent(DecoderForward, qwen3.Qwen3Model)
 ConsistentQwen3ForCausalLM = _consistent(CausalLMForward, qwen3.Qwen3ForCausalLM)
 
+ConsistentQwen3MoeRMSNorm = _consistent(RMSNormForward, qwen3_moe.Qwen3MoeRMSNorm)
+ConsistentQwen3MoeMLP = _consistent(MLPForward, qwen3_moe.Qwen3MoeMLP)
+ConsistentQwen3MoeTopKRouter = _consistent(TopKRouterForward, qwen3_moe.Qwen3MoeTopKRouter)
+ConsistentQwen3MoeExperts = _consistent(ExpertsForward, qwen3_moe.Qwen3MoeExperts)
+ConsistentQwen3MoeSparseMoeBlock = _consistent(
+    SparseMoeBlockForward, qwen3_moe.Qwen3MoeSparseMoeBlock
+)
+ConsistentQwen3MoeAttention = _consistent(AttentionForward, qwen3_moe.Qwen3MoeAttention)
+ConsistentQwen3MoeDecoderLayer = _consistent(DecoderLayerForward, qwen3_moe.Qwen3MoeDecoderLayer)
+ConsistentQwen3MoeModel = _consistent(DecoderForward, qwen3_moe.Qwen3MoeModel)
+ConsistentQwen3MoeForCausalLM = _consistent(CausalLMForward, qwen3_moe.Qwen3MoeForCausalLM)
+
 CONSISTENT: dict[type[nn.Module], type[nn.Module]] = {
     made.stock: made
     for made in (
@@ -80,11 +94,25 @@ CONSISTENT: dict[type[nn.Module], type[nn.Module]] = {
         ConsistentQwen3DecoderLayer,
         ConsistentQwen3Model,
         ConsistentQwen3ForCausalLM,
+        ConsistentQwen3MoeRMSNorm,
+        ConsistentQwen3MoeMLP,
+        ConsistentQwen3MoeTopKRouter,
+        ConsistentQwen3MoeExperts,
+        ConsistentQwen3MoeSparseMoeBlock,
+        ConsistentQwen3MoeAttention,
+        ConsistentQwen3MoeDecoderLayer,
+        ConsistentQwen3MoeModel,
+        ConsistentQwen3MoeForCausalLM,
     )
 }
 """Hugging Face class to ours. The output head is an nn.Linear too: `ConsistentLMHead`."""
 
-MODELS = (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM)
+MODELS = (
+    llama.LlamaForCausalLM,
+    qwen2.Qwen2ForCausalLM,
+    qwen3.Qwen3ForCausalLM,
+    qwen3_moe.Qwen3MoeForCausalLM,
+)
 """What `bridge_model` accepts."""
 
 UNUSED = (
@@ -94,5 +122,6 @@ UNUSED = (
     llama.LlamaRotaryEmbedding,
     qwen2.Qwen2RotaryEmbedding,
     qwen3.Qwen3RotaryEmbedding,
+    qwen3_moe.Qwen3MoeRotaryEmbedding,
 )
 """Modules that stay: containers, and what our forward does not call."""

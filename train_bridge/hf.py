@@ -13,6 +13,7 @@ from consistent_kernels.errors import ConfigurationError
 from consistent_kernels.model_facts import ModelFacts, model_facts
 from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
+from consistent_kernels.router import RouterParameters
 from train_bridge.causal_lm import is_sharded
 from train_bridge.classes import CONSISTENT, MODELS, UNUSED, ConsistentLMHead
 from train_bridge.modules import Bridged, unwrapped
@@ -32,8 +33,9 @@ def bridge_model(
     Bridging a bridged model again only checks the contract.
 
     Args:
-        model: LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, fp32 or bf16 parameters.
-        contract: the engine's; resolved from the model when None.
+        model: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM or Qwen3MoeForCausalLM, fp32 or
+            bf16 parameters.
+        contract: the engine's, whose implementations are taken; resolved from the model when None.
         device_type: "cpu" or "cuda", where the forward will run; where the parameters are, by
             default.
 
@@ -52,7 +54,7 @@ def bridge_model(
                 "bridge_model",
             )
     else:
-        state = _new_state(model, device_type)
+        state = _new_state(model, device_type, contract)
     if contract is not None:
         check_same(state.contract, contract, ours_is="this trainer", theirs_is="the engine")
     if not is_bridged(model):
@@ -89,7 +91,7 @@ def bridge_state(model: nn.Module) -> BridgeState:
     return inner._bridge
 
 
-def _new_state(model: nn.Module, device_type: str | None) -> BridgeState:
+def _new_state(model: nn.Module, device_type: str | None, contract: Contract | None) -> BridgeState:
     if is_sharded(model):
         raise ConfigurationError(
             ["it is sharded already; call bridge_model before fully_shard"],
@@ -113,7 +115,7 @@ def _new_state(model: nn.Module, device_type: str | None) -> BridgeState:
     if violations:
         raise ConfigurationError(violations, f"model {type(model).__name__}")
     return BridgeState(
-        contract=resolve_contract(facts, device),
+        contract=resolve_contract(facts, device, like=contract),
         facts=facts,
         device_type=device,
         rope=RopeParameters.from_hf_config(model.config),
@@ -124,6 +126,7 @@ def _new_state(model: nn.Module, device_type: str | None) -> BridgeState:
             scale=facts.head_dim**-0.5,
             sliding_window=facts.sliding_window,
         ),
+        router=RouterParameters.from_hf_config(model.config) if facts.moe else None,
     )
 
 

@@ -104,14 +104,16 @@ def check_prepared(model: nn.Module) -> None:
     inner = _bridged(model)
     state = inner._bridge
     stale = []
+    parameters = dict(inner.named_parameters())
     for name, kept in state.prepared.items():
-        master = inner.get_submodule(name).weight
+        # Experts are kept by parameter, everything else by module.
+        master = parameters[name] if name in parameters else inner.get_submodule(name).weight
         if kept.key != state.key_of(master):
             continue  # would be made again before its next use
         rounded = state.engine_rows(name, master.detach()).to(MODEL_DTYPE)
         ours = kept.weight.to(MODEL_DTYPE)
         if not torch.equal(rounded.view(torch.int16), ours.view(torch.int16)):
-            stale.append(f"{name}.weight")
+            stale.append(name if name in parameters else f"{name}.weight")
     if stale:
         raise StaleWeightsError(
             f"{len(stale)} weight(s) changed without a new version: {_some(stale)}. Call "

@@ -13,6 +13,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 1280
@@ -43,6 +45,22 @@ _CONFIGS = {
         Qwen3Config,
         {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "tie": False},
     ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+            # One dense layer among the experts, as the configuration allows.
+            "mlp_only_layers": [1],
+            "tie": False,
+        },
+    ),
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -50,7 +68,7 @@ FAMILIES = tuple(_CONFIGS)
 def tiny_model(
     family: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
-    """Return a random model of `family` ("llama", "qwen2", "qwen3") whose choices are peaked.
+    """Return a random model of `family` (one of FAMILIES) whose choices are peaked.
 
     Norm weights lie around 1 +- 0.2, biases are non-zero, and the head is scaled so that the
     mean log-prob of a sampled token is above -3: flat logits hide mismatches.

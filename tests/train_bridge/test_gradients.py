@@ -42,7 +42,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 class Derivation:
-    """A dense decoder in fp64.
+    """A decoder in fp64, with MLPs or experts.
 
     Args:
         model: read for parameters and configuration only.
@@ -78,9 +78,26 @@ class Derivation:
         attended = self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn")
         x = self.round(x + attended)
         h = self._norm(x, f"{name}.post_attention_layernorm")
+        if f"{name}.mlp.gate.weight" in self.weights:
+            return self.round(x + self._experts(h, f"{name}.mlp"))
         gate, up = self._linear(h, f"{name}.mlp.gate_proj"), self._linear(h, f"{name}.mlp.up_proj")
         inner = self.round(gate * torch.sigmoid(gate) * up)
         return self.round(x + self._linear(inner, f"{name}.mlp.down_proj"))
+
+    def _experts(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        # The choice of experts is taken from fp64: no token of these lies that near a tie.
+        scores = torch.softmax(x @ self._w(f"{name}.gate").t(), -1)
+        chosen, ids = scores.topk(self.config.num_experts_per_tok, dim=-1)
+        weights = chosen / chosen.sum(-1, keepdim=True)
+        gate_up = self.weights[f"{name}.experts.gate_up_proj"]
+        down = self.weights[f"{name}.experts.down_proj"]
+        out = torch.zeros_like(x)
+        for expert in range(self.config.num_experts):
+            rows, slots = (ids == expert).nonzero(as_tuple=True)
+            gate, up = self.round(x[rows] @ gate_up[expert].t()).chunk(2, dim=-1)
+            y = self.round(self.round(gate * torch.sigmoid(gate) * up) @ down[expert].t())
+            out = out.index_add(0, rows, weights[rows, slots, None] * y)
+        return self.round(out)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps)
@@ -198,8 +215,10 @@ def test_model_grad_resembles_stock(
         cosine = torch.cosine_similarity(
             parameter.grad.double().flatten(), ours[name].flatten(), dim=0
         )
-        # Without roundings in the forward a gradient moves by some 5%; cos = 1 - 0.1^2 / 2.
-        assert cosine > 0.995, f"{name}: {cosine}"
+        # Without roundings in the forward a gradient moves by some 5%; cos = 1 - 0.1^2 / 2. With
+        # experts, a token near a tie is also routed elsewhere.
+        least = 0.98 if "moe" in family else 0.995
+        assert cosine > least, f"{name}: {cosine}"
 
 
 def test_bf16_masters_receive_the_rounded_gradient(

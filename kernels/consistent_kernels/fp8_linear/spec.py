@@ -42,7 +42,7 @@ _FILES = {
     "deep_gemm": ("deep_gemm.py",),
 }
 _SHARED = {
-    "reference": (),
+    "reference": ("linear/tiles.py",),
     "triton": ("alignment.py",),
     "deep_gemm": ("alignment.py", "vendored.py"),
 }

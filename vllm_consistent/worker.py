@@ -18,6 +18,7 @@ from consistent_kernels.model_facts import model_facts
 from consistent_kernels.resolve import resolve_contract
 from vllm_consistent import env
 from vllm_consistent.contracts import attached
+from vllm_consistent.layers.qk_norm import fuse_qk_norm
 from vllm_consistent.layers.registry import register_layers
 from vllm_consistent.reporting import build_receipt, build_report
 from vllm_consistent.weights.served import ServedWeights, read_safetensors
@@ -89,6 +90,7 @@ class ConsistentWorkerMixin:
         super().load_model(**kwargs)
         self._adopt_runner()
         model = self.model_runner.get_model()
+        fuse_qk_norm(model)
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         self.served_weights = ServedWeights(model, tied)
         self._prepare_kernels(model)

@@ -36,9 +36,9 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         x, prepared = ctx.saved_tensors
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        grad_x, grad_weight, grad_bias = linear_bwd(grad_y, x, prepared, needs=needs, impl=ctx.impl)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.master_dtype)
+        grad_x, grad_weight, grad_bias = linear_bwd(
+            grad_y, x, prepared, needs=needs, impl=ctx.impl, weight_dtype=ctx.master_dtype
+        )
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None

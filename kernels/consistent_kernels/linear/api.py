@@ -153,20 +153,24 @@ def linear_bwd(
     *,
     needs: tuple[bool, bool, bool] = (True, True, True),
     impl: str,
+    weight_dtype: torch.dtype = torch.float32,
+    add_to: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `linear`; every implementation uses PyTorch's GEMM, fp32 accumulation.
 
     Args:
         grad_y: [T, N]; x: [T, K]; weight: [N, K] prepared.
         needs: which of (x, weight, bias) want a gradient.
+        weight_dtype: dtype of grad_weight, rounded once from fp32 sums: the master's.
+        add_to: [N, K] fp32 to add grad_weight to; the sum is returned in its place.
 
     Returns:
-        (grad_x [T, K] in the dtype of x, grad_weight [N, K] fp32, grad_bias [N] fp32), None where
-        not needed.
+        (grad_x [T, K] in the dtype of x, grad_weight [N, K], grad_bias [N] fp32), None where not
+        needed.
     """
     _check_impl("linear_bwd", impl)
     if grad_y.shape != (x.shape[0], weight.shape[0]):
         raise invalid(
             "linear_bwd", "grad_y", f"of shape {(x.shape[0], weight.shape[0])}", tuple(grad_y.shape)
         )
-    return linear_bwd_ref(grad_y, x, weight, needs)
+    return linear_bwd_ref(grad_y, x, weight, needs, weight_dtype, add_to)

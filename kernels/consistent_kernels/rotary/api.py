@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.rms_norm import rms_norm
 from consistent_kernels.rotary.parameters import RopeParameters
 from consistent_kernels.rotary.reference import rotary_ref
 from consistent_kernels.rotary.spec import IMPLEMENTATIONS
@@ -16,6 +17,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "rotary(Tensor positions, Tensor q, Tensor k, str rope, str impl) -> (Tensor, Tensor)"
+)
+
+_LIBRARY.define(
+    "norm_rotary(Tensor positions, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
+    "float eps, str rope, str impl) -> (Tensor, Tensor)"
 )
 
 
@@ -60,17 +66,56 @@ def _rotary(
     return rotary_fwd(positions, q, k, cos, sin)
 
 
+def _is_fused(head_dim: int, half: int, impl: str) -> bool:
+    # The kernel's tree over [x1, x2] is rms_norm's only where no column is padded or left over.
+    return impl == "triton" and head_dim == 2 * half and half & (half - 1) == 0
+
+
+def _norm_rotary(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    rope: str,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rope_tables(rope, q.device)
+    if not _is_fused(q.shape[2], cos.shape[1], impl):
+        q = rms_norm(q, q_weight, eps, impl=impl)
+        k = rms_norm(k, k_weight, eps, impl=impl)
+        return _rotary(positions, q, k, rope, impl)
+    count("rotary", impl)
+    count("rms_norm", impl)
+    from consistent_kernels.rotary.triton import rotary_fwd
+
+    return rotary_fwd(positions, q, k, cos, sin, (q_weight, k_weight, eps))
+
+
 _LIBRARY.impl("rotary", _rotary, "CompositeExplicitAutograd")
+_LIBRARY.impl("norm_rotary", _norm_rotary, "CompositeExplicitAutograd")
+
+
+def _outputs_like(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(k.shape, dtype=k.dtype, device=k.device),
+    )
 
 
 @torch.library.register_fake("consistent_kernels::rotary", lib=_LIBRARY)
 def _(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, rope: str, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty(k.shape, dtype=k.dtype, device=k.device),
-    )
+    return _outputs_like(q, k)
+
+
+@torch.library.register_fake("consistent_kernels::norm_rotary", lib=_LIBRARY)
+def _(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs_like(q, k)
 
 
 def rotary(
@@ -106,6 +151,40 @@ def rotary(
     """
     _validate("rotary", positions, q, k, rope, impl)
     return torch.ops.consistent_kernels.rotary(positions, q, k, rope.key, impl)
+
+
+def norm_rotary(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    *,
+    rope: RopeParameters,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rotary(positions, rms_norm(q), rms_norm(k)): one launch in "triton", the bits of the three.
+
+    Source: Qwen3's q and k norms (vllm/model_executor/models/qwen3.py). Heads that are not twice a
+    power of two wide, or rotate only in part, take the three launches.
+
+    Args:
+        positions, q, k, rope, impl: as in `rotary`.
+        q_weight, k_weight: [D] norm weights, any float dtype.
+        eps: of both norms, fp32.
+
+    Returns, Raises: as `rotary`.
+    """
+    _validate("norm_rotary", positions, q, k, rope, impl)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != q.shape[2:]:
+            raise invalid(
+                "norm_rotary", name, f"of shape {tuple(q.shape[2:])}", tuple(weight.shape)
+            )
+    return torch.ops.consistent_kernels.norm_rotary(
+        positions, q, k, q_weight, k_weight, eps, rope.key, impl
+    )
 
 
 def rotary_bwd(

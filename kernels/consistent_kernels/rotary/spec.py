@@ -17,10 +17,15 @@ SPEC = OpSpec(
 )
 
 NUM_WARPS = 1
+HEADS_PER_PROGRAM = 4
+"""Triton: a warp rotates four heads of a token; elementwise, so it moves no bit."""
 
 _SCHEDULES = {
     "reference": (("reference.py", "tables.py"), {"form": "elementwise"}),
-    "triton": (("triton.py", "tables.py"), {"form": "elementwise", "num_warps": NUM_WARPS}),
+    "triton": (
+        ("triton.py", "tables.py"),
+        {"form": "elementwise", "contraction": False, "num_warps": NUM_WARPS},
+    ),
 }
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)
@@ -29,6 +34,6 @@ IMPLEMENTATIONS = tuple(_SCHEDULES)
 def program(impl: str) -> Program:
     """Return the program of `impl` ("reference" or "triton")."""
     files, schedule = _SCHEDULES[impl]
-    shared = ("alignment.py",) if impl == "triton" else ()
+    shared = ("alignment.py", "triton_tree.py") if impl == "triton" else ()
     source = source_sha256("rotary", "spec.py", *files, shared=shared)
     return Program(impl, source, schedule)

@@ -23,7 +23,7 @@ from consistent_kernels.token_logprobs.reference import (
     grad_logits_ref,
     token_logprobs_from_logits_ref,
 )
-from consistent_kernels.token_logprobs.spec import STREAM_ROWS
+from consistent_kernels.token_logprobs.spec import BACKWARD_ROWS, STREAM_ROWS
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
@@ -266,8 +266,9 @@ def token_logprobs_from_logits_bwd(
     valid_vocab: int | None = None,
     banned: torch.Tensor | None = None,
     impl: str,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Gradient of `token_logprobs_from_logits`; both implementations use the PyTorch form, in fp32.
+    """Gradient of `token_logprobs_from_logits`: PyTorch, or one Triton pass for one id a row.
 
     dlogit = (sum_k g_k (onehot_k - p) + g_L p - g_H p (log p + H)) / temperature. Masked ids are
     constants: they receive 0.
@@ -276,9 +277,10 @@ def token_logprobs_from_logits_bwd(
         grad: gradients of (logprob, logsumexp, entropy), each may be None.
         logits, ids, temperature, valid_vocab, banned: of the forward.
         saved: the forward's result; entropy only where it has a gradient.
+        dtype: of the result; computed in fp32, rounded once.
 
     Returns:
-        [T, V] fp32.
+        [T, V] in `dtype`.
     """
     op = "token_logprobs_from_logits_bwd"
     check_impl(op, impl)
@@ -288,19 +290,21 @@ def token_logprobs_from_logits_bwd(
         raise invalid(op, "saved.entropy", "the forward's, since it has a gradient", None)
     rows = logits.shape[0]
     columns = as_columns(ids)
-    return grad_logits_ref(
-        logits,
-        columns,
+    options = (
         temperature_rows(op, temperature, rows, logits.device),
         valid_width(op, valid_vocab, logits.shape[1]),
         banned_mask(op, banned, logits.shape[1], logits.device),
         (saved.logsumexp, saved.entropy),
-        (
-            None if grad.logprob is None else grad.logprob.reshape(columns.shape),
-            grad.logsumexp,
-            grad.entropy,
-        ),
     )
+    if impl == "triton" and columns.shape[1] == 1:
+        from consistent_kernels.token_logprobs.triton_bwd import grad_logits_bwd
+
+        logprob = None if grad.logprob is None else grad.logprob.reshape(rows)
+        grads = (logprob, grad.logsumexp, grad.entropy)
+        return grad_logits_bwd(logits, columns[:, 0], *options, grads, dtype)
+    logprob = None if grad.logprob is None else grad.logprob.reshape(columns.shape)
+    grads = (logprob, grad.logsumexp, grad.entropy)
+    return grad_logits_ref(logits, columns, *options, grads).to(dtype)
 
 
 def token_logprobs_bwd(
@@ -327,7 +331,8 @@ def token_logprobs_bwd(
 
     Returns:
         (grad_hidden [T, H] in the dtype of hidden, grad_weight [V, H] fp32), None where not needed.
-        grad_weight is the sum over row tiles in ascending order.
+        grad_weight is the sum over row tiles in ascending order. Where the weight is bf16 or fp16
+        (CUDA), the gradient of the logits is rounded to it before both products.
     """
     _check_hidden("token_logprobs_bwd", hidden, weight)
     by = temperature_rows("token_logprobs_bwd", temperature, hidden.shape[0], hidden.device)
@@ -335,8 +340,9 @@ def token_logprobs_bwd(
     forward, backward = linear_impl or impl, (needs[0], needs[1], False)
     grads_hidden = []
     grad_weight = None
-    for start in range(0, max(hidden.shape[0], 1), STREAM_ROWS[impl]):
-        rows = slice(start, start + STREAM_ROWS[impl])
+    dtype = torch.float32 if impl == "reference" else weight.dtype
+    for start in range(0, max(hidden.shape[0], 1), BACKWARD_ROWS[impl]):
+        rows = slice(start, start + BACKWARD_ROWS[impl])
         logits = linear(hidden[rows], weight, impl=forward, out_dtype=torch.float32)
         grad_logits = token_logprobs_from_logits_bwd(
             _rows_of(grad, rows),
@@ -347,13 +353,13 @@ def token_logprobs_bwd(
             valid_vocab=valid_vocab,
             banned=mask,
             impl=impl,
+            dtype=dtype,
         )
-        grad_hidden, part, _ = linear_bwd(
-            grad_logits, hidden[rows], weight, needs=backward, impl=forward
+        del logits
+        grad_hidden, grad_weight, _ = linear_bwd(
+            grad_logits, hidden[rows], weight, needs=backward, impl=forward, add_to=grad_weight
         )
         grads_hidden.append(grad_hidden)
-        if part is not None:
-            grad_weight = part if grad_weight is None else grad_weight.add_(part)
     return torch.cat(grads_hidden) if needs[0] else None, grad_weight
 
 

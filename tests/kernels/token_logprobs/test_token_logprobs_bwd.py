@@ -138,15 +138,23 @@ def test_token_logprobs_grad_matches_reference(
     # Logits carry 64 * 2^-24 of sum |h w| <= |h| |w|; each gradient of a logit is bounded by twice
     # that, times its strength and log p + H <= 2 max |z| + 20; then a product with w (or h) and a
     # sum of 1100 (or `rows`) terms, and one rounding of grad_hidden to its dtype.
+    # On CUDA bf16 products take the gradient of the logits rounded to bf16.
     unit = 2.0**-24
     z = (h64 @ w64.t()).abs().amax(-1) / 0.7
     strength = (grad.logprob.abs() + grad.entropy.abs()).double() / 0.7
     error = strength * (2 * z + 20) * unit * (2 * 64 * z + 4 * z + 30)
     rounding = 2**-8 if dtype == torch.bfloat16 else 2.0**-23
     bound_hidden = error[:, None] * 2 * weight.double().abs().amax() + rounding * h64.grad.abs()
-    bound_hidden = bound_hidden + 1e-6
+    logits64 = (h64 @ w64.t()).detach().requires_grad_()
+    again = scores_fp64(logits64, ids[:, None], temperature, everything)
+    terms = (again.logprob[:, 0] * grad.logprob.double()).sum()
+    (terms + (again.entropy * grad.entropy.double()).sum()).backward()
+    early = 2.0**-9 if device == "cuda" and dtype == torch.bfloat16 else 0.0
+    size = logits64.grad.abs() * early
+    bound_hidden = bound_hidden + size @ weight.double().abs() + 1e-6
     assert bool(((grad_hidden.double() - h64.grad).abs() <= bound_hidden).all())
     bound_weight = (error[:, None] * hidden.double().abs()).sum(0)[None] + rows * unit
+    bound_weight = bound_weight + size.t() @ hidden.double().abs()
     assert bool(((grad_weight.double() - w64.grad).abs() <= bound_weight).all())
 
 

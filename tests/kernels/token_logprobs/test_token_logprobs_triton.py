@@ -49,3 +49,36 @@ def test_token_logprobs_cross_compiles(arch: int, entropy: bool, banned: bool) -
         **options,
     )
     assert cubin.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("out", "has_entropy"), [("*bf16", True), ("*fp32", False)])
+def test_grad_logits_cross_compiles(arch: int, out: str, has_entropy: bool) -> None:
+    from consistent_kernels.token_logprobs.triton_bwd import (
+        _BLOCK,
+        _NUM_WARPS,
+        _grad_logits_bwd_kernel,
+    )
+
+    rows = ("temperature_ptr", "lse_ptr", "entropy_ptr", "grad_logprob_ptr", "grad_lse_ptr")
+    cubin = cross_compile(
+        _grad_logits_bwd_kernel,
+        arch=arch,
+        signature={
+            "logits_ptr": "*fp32",
+            "ids_ptr": "*i64",
+            "banned_ptr": "*u8",
+            "out_ptr": out,
+            "grad_entropy_ptr": "*fp32",
+            **dict.fromkeys(rows, "*fp32"),
+            **dict.fromkeys(("logits_stride", "vocab", "valid_vocab"), "i32"),
+        },
+        constexprs={
+            "HAS_BANNED": True,
+            "HAS_ENTROPY": has_entropy,
+            "SMALLEST": SMALLEST_DELTA,
+            "BLOCK": _BLOCK,
+        },
+        num_warps=_NUM_WARPS,
+    )
+    assert cubin.startswith(b"\x7fELF")

@@ -65,12 +65,24 @@ def _multiply(module: Any, x: torch.Tensor) -> torch.Tensor:
     state, name = module.state, module._bridge_name
     flat = x.reshape(-1, x.shape[-1])
     weight = state.prepared_weight(name, module.weight)
-    rows = state.rows.get(name)
+    # One GEMM; as in the engine several, where a cut falls inside a block of columns.
+    sizes = state.parts.get(name) or [weight.shape[0]]
+    impl, rows = state.impl("linear"), state.rows.get(name)
+    prepared = weight.split(sizes)
     if rows is None:
-        y = _linear(flat, module.weight, module.bias, weight, state.impl("linear"), None)
+        # Only q, k and v have a bias.
+        masters = module.weight.split(sizes) if len(sizes) > 1 else [module.weight]
+        parts = [
+            _linear(flat, master, module.bias, part, impl, None)
+            for master, part in zip(masters, prepared, strict=True)
+        ]
     else:
         rows = state.rows[name] = rows.to(x.device)
-        y = _fused_qkv(flat, module.weight, module.bias, weight, rows, state.impl("linear"))
+        parts = [
+            _fused_qkv(flat, module.weight, module.bias, part, of, impl)
+            for part, of in zip(prepared, rows.split(sizes), strict=True)
+        ]
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     state.watch(y, name, module.weight)
     return y.view(*x.shape[:-1], -1)
 

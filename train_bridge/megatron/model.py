@@ -257,8 +257,7 @@ def _attach(model: GPTModel, state: MegatronState) -> None:
             continue
         module._bridge = state
         module._bridge_name = name or type(module).__name__
-        if name.endswith(".linear_qkv"):
-            state.note_fused_qkv(name)
+        state.note_fused(name)
 
 
 def _swapped(module: nn.Module, stock: type, ours: type) -> type:

@@ -12,8 +12,11 @@ from consistent_kernels.attention import plan_attention
 from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import invalid
 from train_bridge.functions.ambient import plain_settings
-from train_bridge.megatron.conversion import qkv_rows
+from train_bridge.megatron.conversion import qkv_rows, qkv_sizes
 from train_bridge.state import BridgeState
+
+COLUMN_CUT = 64
+"""Fused columns equal separate ones where the cuts are multiples of this (see `linear`)."""
 
 
 class BatchLayout:
@@ -45,10 +48,13 @@ class MegatronState(BridgeState):
 
     Attributes:
         rows: module name to the order in which the engine reads the rows of its weight.
+        parts: module name to the sizes of the parts that are multiplied apart: a cut between them
+            is no multiple of 64 columns.
         head: name of the module that owns the output head's weight.
     """
 
     rows: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    parts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     head: str = "output_layer"
     _layout: tuple[Any, BatchLayout] | None = None
 
@@ -62,9 +68,17 @@ class MegatronState(BridgeState):
         rows = self.rows.get(name)
         return master if rows is None else master.index_select(0, rows.to(master.device))
 
-    def note_fused_qkv(self, name: str) -> None:
-        """Say that the module `name` holds interleaved q, k and v."""
-        self.rows[name] = qkv_rows(self.facts)
+    def note_fused(self, name: str) -> None:
+        """Note the order and the cuts of a fused weight: linear_qkv or linear_fc1, by its name."""
+        if name.endswith(".linear_qkv"):
+            self.rows[name] = qkv_rows(self.facts)
+            sizes = list(qkv_sizes(self.facts))
+        elif name.endswith(".linear_fc1"):
+            sizes = [self.facts.intermediate_size] * 2
+        else:
+            return
+        if any(size % COLUMN_CUT for size in sizes[:-1]):
+            self.parts[name] = sizes
 
     def layout(
         self, length: int, columns: int, device: torch.device, packed: PackedSeqParams | None

@@ -12,11 +12,13 @@ pytest.importorskip("megatron.core", reason="needs megatron-core (extra: megatro
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import Float16Module
+from tiny_gpt import gpt_model, named
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError, StaleWeightsError
 from consistent_kernels.testing import assert_bitwise_equal
-from train_bridge import consistency_report, token_logprobs, weight_version
-from train_bridge.megatron import hf_named
+from train_bridge import bridge_model, consistency_report, token_logprobs, weight_version
+from train_bridge.megatron import bridge_gpt_model, from_hf_state, hf_named
 from train_bridge.weights import check_prepared, weight_receipt
 
 pytestmark = pytest.mark.megatron
@@ -137,6 +139,39 @@ def test_padded_vocabulary_rows_reach_nothing(
     with torch.no_grad():
         model.output_layer.weight[1280:] = torch.nan
     assert_bitwise_equal(scores(model, batch), scores(make_bridged("qwen3"), batch))
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "width"), [(3, 80, 328), (3, 96, 320)])
+def test_cuts_inside_a_block_of_columns(heads: int, head_dim: int, width: int) -> None:
+    """q, k, v and gate, up whose borders are no multiples of 64 columns."""
+    config = Qwen2Config(
+        vocab_size=1280,
+        hidden_size=heads * head_dim,
+        intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    stock = named(Qwen2ForCausalLM(config))
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.copy_(0.08 * torch.randn(parameter.shape) + (parameter.dim() == 1))
+    model = bridge_gpt_model(gpt_model(config, params_dtype=torch.float32), config)
+    model.load_state_dict(from_hf_state(stock.state_dict(), model.state.facts))
+    assert len(model.state.parts) == (4 if width % 64 else 2)
+    bridged = bridge_model(stock)
+    ids = torch.randint(3, 1000, (2, 40))
+    batch = (ids, torch.ones_like(ids))
+    assert_bitwise_equal(scores(model, batch), scores(bridged, batch))
+    gradients(model, batch)
+    gradients(bridged, batch)
+    ours = dict(hf_named({n: p.grad for n, p in model.named_parameters()}, model.state.facts))
+    for name, parameter in bridged.named_parameters():
+        error = (ours[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < bound(2) * (2 if "k_proj.bias" in name else 1), name
 
 
 def gradients(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:

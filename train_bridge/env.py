@@ -32,3 +32,19 @@ def select_verl_engine(vendor: str) -> None:
         raise ConfigurationError(
             [f"{VERL_ENGINE_VENDOR}={found} selects another engine; unset it"], "environment"
         )
+
+
+def verl_engine_vendor() -> str | None:
+    """Return the vendor that verl's variable asks for, or None."""
+    return os.environ.get(VERL_ENGINE_VENDOR) or None
+
+
+def vllm_plugins() -> list[str] | None:
+    """Return the plugins that VLLM_PLUGINS names, or None where it is unset: all are loaded."""
+    value = os.environ.get("VLLM_PLUGINS")
+    return None if value is None else [name.strip() for name in value.split(",")]
+
+
+def batch_invariant_requested() -> bool:
+    """Return whether vLLM's own VLLM_BATCH_INVARIANT mode is asked for."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from verl.plugin.platform import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -56,6 +57,19 @@ _DEVICE_MODULE = types.SimpleNamespace(
     get_rng_state=torch.get_rng_state,
     set_rng_state=torch.set_rng_state,
 )
+
+
+_init_process_group = torch.distributed.init_process_group
+
+
+def _init_gloo(backend: str | None = None, **kwargs: Any) -> None:
+    # verl asks for "cpu:gloo,<device>:<backend>", which names the CPU twice here.
+    _init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **kwargs)
+
+
+torch.distributed.init_process_group = _init_gloo
+# verl's reference policy pins its offloaded parameters; without a device there is nothing to pin.
+torch.Tensor.pin_memory = lambda self, *_: self
 
 
 @PlatformRegistry.register(platform="cpu")

@@ -20,11 +20,10 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
 from consistent_kernels.errors import ConfigurationError, UnsupportedError
-from consistent_kernels.protocol.report import ConsistencyReport
+from consistent_kernels.protocol.handover import Handover
 from train_bridge.determinism import deterministic_gradients
 from train_bridge.hf import bridge_model
 from train_bridge.modules import Scoring
-from train_bridge.reporting import consistency_report
 from train_bridge.verl.weight_stream import weight_stream
 
 
@@ -42,9 +41,10 @@ class ConsistentFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self._valid_vocab = len(model_config.tokenizer)
         self._banned_ids = get_vision_placeholder_token_ids(model_config.processor) or None
 
-    def account(self) -> ConsistencyReport:
-        """Return the report of this rank's model."""
-        return consistency_report(self.module)
+    def handover(self) -> Handover:
+        """Return this rank's receipt and report; all ranks must take part."""
+        *_, (_, record) = self.get_per_tensor_param()[0]
+        return Handover.from_tensor(record)
 
     def _build_module(self) -> torch.nn.Module:
         return bridge_model(super()._build_module(), device_type=get_device_name())

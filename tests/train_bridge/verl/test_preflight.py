@@ -1,0 +1,227 @@
+"""Every rule of the preflight, broken once; shipped configurations break none."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verl_configs import SHIPPED
+
+pytest.importorskip("verl", reason="the verl extra is not installed")
+
+from consistent_kernels.errors import ConfigurationError
+from train_bridge.verl.preflight import check, installation, keys, violations
+from train_bridge.verl.preflight.checkpoint import contract_digest
+from train_bridge.verl.preflight.view import Fixed, View
+
+pytestmark = pytest.mark.verl
+
+Keys = Callable[..., list[str]]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configuration_passes(name: str) -> None:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(SHIPPED[name].parent), version_base=None):
+        assert [str(found) for found in violations(compose(name))] == []
+
+
+def test_preflight_lists_all_violations_in_one_error(base: Any) -> None:
+    config = copy.deepcopy(base)
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
+    config.actor_rollout_ref.actor.ppo_epochs = 4
+    config.actor_rollout_ref.model.lora_rank = 8
+    with pytest.raises(ConfigurationError) as caught:
+        check(config)
+    text = str(caught.value)
+    assert "3 reason(s)" in text
+    for part in (
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: its collectives",
+        "actor_rollout_ref.actor.ppo_epochs=4",
+        "use 1",
+        "actor_rollout_ref.model.lora_rank=8",
+    ):
+        assert part in text
+
+
+def wrong_value(rule: Fixed) -> Any:
+    first = rule.allowed[0]
+    if isinstance(first, bool):
+        return not first
+    return 3 if isinstance(first, int | float) else "something_else"
+
+
+@pytest.mark.parametrize("rule", keys.ALL, ids=lambda rule: rule.key)
+def test_preflight_names_a_key_with_a_wrong_value(rule: Fixed, broken_keys: Keys) -> None:
+    assert rule.key in broken_keys({rule.key: wrong_value(rule)})
+
+
+@pytest.mark.parametrize("rule", keys.ALL, ids=lambda rule: rule.key)
+def test_preflight_accepts_every_allowed_value(rule: Fixed, broken_keys: Keys) -> None:
+    assert all(rule.key not in broken_keys({rule.key: value}) for value in rule.allowed)
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+ACTOR_TARGET = "actor_rollout_ref.actor.fsdp_config._target_"
+REF_TARGET = "actor_rollout_ref.ref.fsdp_config._target_"
+SWITCH = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT"
+STOCK = "verl.workers.config.FSDPEngineConfig"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", 32),
+        ("data.gen_batch_size", 16),
+        (f"{ROLLOUT}.temperature", 0),
+        (f"{ROLLOUT}.temperature", float("inf")),
+        (f"{ROLLOUT}.seed", "soon"),
+        (f"{ROLLOUT}.max_model_len", 100),
+        ("actor_rollout_ref.actor.strategy", "fsdp"),
+        (ACTOR_TARGET, STOCK),
+        (REF_TARGET, STOCK),
+        (SWITCH, "0"),
+        (f"{VLLM}.worker_extension_cls", "other.Extension"),
+        (f"{VLLM}.worker_cls", "other.Worker"),
+        ("actor_rollout_ref.model.override_config.rope_theta", 5000),
+        ("actor_rollout_ref.model.tokenizer_path", "elsewhere"),
+        ("actor_rollout_ref.model.hf_config_path", "elsewhere"),
+    ],
+)
+def test_preflight_names_a_broken_relation(key: str, value: Any, broken_keys: Keys) -> None:
+    assert broken_keys({key: value}) == [key]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ],
+)
+def test_preflight_names_a_megatron_size(size: str, broken_keys: Keys) -> None:
+    section = "actor_rollout_ref.actor.megatron"
+    ours = {
+        "actor_rollout_ref.actor.strategy": "megatron",
+        f"{section}._target_": "train_bridge.verl.anything",
+        "actor_rollout_ref.actor.use_kl_loss": False,
+    }
+    assert broken_keys(ours) == []
+    assert broken_keys(ours | {f"{section}.{size}": 2}) == [f"{section}.{size}"]
+
+
+def test_preflight_leaves_an_unused_reference_alone(broken_keys: Keys) -> None:
+    assert broken_keys({REF_TARGET: STOCK, "actor_rollout_ref.actor.use_kl_loss": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("VLLM_BATCH_INVARIANT", "1"), ("VERL_ENGINE_VENDOR", "other"), ("VLLM_PLUGINS", "other")],
+)
+def test_preflight_names_a_variable(
+    variable: str, value: str, broken_keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert broken_keys() == [variable]
+
+
+def test_preflight_accepts_the_plugin_by_name(
+    broken_keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other,consistent")
+    assert broken_keys() == []
+
+
+def test_preflight_names_a_missing_plugin(
+    broken_keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
+    assert broken_keys() == ["entry point vllm.general_plugins"]
+
+
+@pytest.mark.parametrize("package", installation.VERSIONS)
+@pytest.mark.parametrize("version", [None, "9.9.9"])
+def test_preflight_names_a_package(
+    package: str, version: str | None, broken_keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = installation.installed_versions() | {package: version}
+    monkeypatch.setattr(installation, "installed_versions", lambda: found)
+    assert broken_keys() == [f"package {package}"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    from tiny_models import save_tiny_model
+    from verl_session import write_tokenizer
+
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    write_tokenizer(folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+PATH = "actor_rollout_ref.model.path"
+
+
+def small(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        PATH: str(folder),
+        "trainer.device": "cpu",
+        "data.max_prompt_length": 512,
+        **more,
+    }
+
+
+def test_preflight_reads_the_checkpoint(checkpoint: Path, broken_keys: Keys) -> None:
+    assert broken_keys(small(checkpoint)) == []
+
+
+def test_preflight_names_lengths_beyond_the_positions(checkpoint: Path, broken_keys: Keys) -> None:
+    key = "data.max_response_length"
+    assert broken_keys(small(checkpoint) | {key: 4096}) == [key]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"vocab_size": 640},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_preflight_names_the_model(
+    change: dict[str, Any], checkpoint: Path, broken_keys: Keys
+) -> None:
+    edit_config(checkpoint, **change)
+    assert set(broken_keys(small(checkpoint))) == {PATH}
+
+
+def test_preflight_names_a_missing_tokenizer(checkpoint: Path, broken_keys: Keys) -> None:
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
+    assert broken_keys(small(checkpoint)) == [PATH]
+
+
+def test_preflight_compares_a_pinned_digest(checkpoint: Path, broken_keys: Keys) -> None:
+    from omegaconf import OmegaConf
+
+    key = "true_on_policy.contract_digest"
+    assert broken_keys(small(checkpoint) | {key: "0123abcd"}) == [key]
+    model = {"model": {"path": str(checkpoint)}}
+    view = View(OmegaConf.create({"trainer": {"device": "cpu"}, "actor_rollout_ref": model}))
+    assert broken_keys(small(checkpoint) | {key: contract_digest(view)}) == []

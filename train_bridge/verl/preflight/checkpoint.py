@@ -1,0 +1,104 @@
+"""Rules about the model folder: architecture, rope, vocabulary, lengths, the contract's digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from consistent_kernels.errors import ConfigurationError, UnsupportedError
+from consistent_kernels.model_facts import ModelFacts, model_facts
+from consistent_kernels.resolve import resolve_contract
+from train_bridge.verl.preflight.view import View, Violation
+
+_PATH = "actor_rollout_ref.model.path"
+_DIGEST = "true_on_policy.contract_digest"
+
+
+def violations(view: View) -> Iterator[Violation]:
+    """Yield what the folder breaks; a model that is not on this disk is left to the workers."""
+    folder = local_folder(view)
+    if folder is None:
+        return
+    try:
+        config = _config(folder)
+    except (OSError, ValueError, KeyError) as error:
+        yield Violation(_PATH, str(folder), f"config.json is unusable ({error})", "another folder")
+        return
+    try:
+        facts = model_facts(config, "bfloat16")
+    except (ConfigurationError, UnsupportedError) as error:
+        for line in getattr(error, "violations", [str(error)]):
+            yield Violation(_PATH, str(folder), line, "a supported model")
+        return
+    yield from _vocabulary(folder, facts)
+    yield from _positions(view, config)
+    yield from _digest(view, facts)
+
+
+def local_folder(view: View) -> Path | None:
+    """Return the model folder, or None where it is a hub name or elsewhere."""
+    folder = Path(str(view.get(_PATH, ""))).expanduser()
+    return folder if (folder / "config.json").is_file() else None
+
+
+def contract_digest(view: View) -> str | None:
+    """Return the contract's digest on this machine, or None where it cannot be known here."""
+    folder = local_folder(view)
+    if folder is None:
+        return None
+    try:
+        facts = model_facts(_config(folder), "bfloat16")
+        return resolve_contract(facts, str(view.get("trainer.device", "cuda"))).digest
+    except Exception:  # no such device on this machine, a model that no contract covers
+        return None
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
+
+
+def _vocabulary(folder: Path, facts: ModelFacts) -> Iterator[Violation]:
+    from transformers import AutoTokenizer
+
+    # transformers makes up a tokenizer of the architecture where there is none.
+    if not any(folder.glob("tokenizer*")):
+        yield Violation(_PATH, str(folder), "it holds no tokenizer", "a folder with its tokenizer")
+        return
+    size = len(AutoTokenizer.from_pretrained(folder))
+    if size > facts.vocab_size:
+        yield Violation(
+            _PATH,
+            str(folder),
+            f"the tokenizer has {size} ids, the model {facts.vocab_size}: prompts could hold ids "
+            "that the model lacks",
+            "the tokenizer that belongs to the model",
+        )
+
+
+def _positions(view: View, config: Any) -> Iterator[Violation]:
+    limit = getattr(config, "max_position_embeddings", None)
+    rollout = "actor_rollout_ref.rollout"
+    longest = view.get(f"{rollout}.max_model_len") or (
+        view.get(f"{rollout}.prompt_length", 0) + view.get(f"{rollout}.response_length", 0)
+    )
+    if limit is not None and longest > limit:
+        yield Violation(
+            "data.max_response_length",
+            view.get("data.max_response_length"),
+            f"{longest} positions are asked for, the model has {limit}",
+            f"at most {limit} with data.max_prompt_length",
+        )
+
+
+def _digest(view: View, facts: ModelFacts) -> Iterator[Violation]:
+    expected = view.get(_DIGEST)
+    if expected is None:
+        return
+    found = contract_digest(view)
+    if found is not None and found != expected:
+        yield Violation(
+            _DIGEST, expected, f"this machine's contract is {found}", f"{found}, or null"
+        )

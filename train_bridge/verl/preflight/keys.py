@@ -1,0 +1,142 @@
+"""Keys with a fixed value: one line a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from train_bridge.verl.preflight.view import Fixed, View, Violation
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+
+_ORDER = "its collectives add in an order that is not pinned"
+_PARTIAL = "it merges partial attention in another order"
+_REPLACES = "it replaces the forward that is shared with the engine"
+_ADAPTER = "adapters run kernels outside the contract"
+_STALE = "samples would come from other weights than those that score them"
+
+TOPOLOGY = (
+    Fixed(f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _ORDER),
+    Fixed(f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), "not tested"),
+    Fixed(f"{_ROLLOUT}.data_parallel_size", (1,), "one engine a replica is what is verified"),
+    Fixed(f"{_ROLLOUT}.expert_parallel_size", (1,), "not tested"),
+    Fixed(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "it cuts sequences inside attention"),
+    Fixed(
+        f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+        (1,),
+        "it cuts sequences inside attention",
+    ),
+    Fixed("actor_rollout_ref.ref.ulysses_sequence_parallel_size", (1,), "it cuts sequences"),
+    *(
+        Fixed(f"{_ENGINE}.{name}", (1,), why)
+        for name, why in (
+            ("tensor_parallel_size", _ORDER),
+            ("pipeline_parallel_size", "not tested"),
+            ("data_parallel_size", "one engine a replica is what is verified"),
+            ("decode_context_parallel_size", _PARTIAL),
+            ("prefill_context_parallel_size", _PARTIAL),
+        )
+    ),
+    Fixed(f"{_ENGINE}.enable_dbo", (False,), "micro-batches would overlap in other shapes"),
+)
+
+UPDATES = (
+    Fixed("trainer.use_v1", (True,), "verl's legacy trainer has no hook for the comparison"),
+    Fixed("trainer.v1.trainer_mode", ("true_on_policy",), f"nothing is compared, or {_STALE}"),
+    Fixed(f"{_ACTOR}.ppo_epochs", (1,), "after the first update the rollout's policy is gone"),
+    Fixed(
+        "algorithm.rollout_correction.bypass_mode",
+        (False,),
+        "old_log_probs would be copied from the rollout, so that a mismatch cannot be seen",
+    ),
+    Fixed("actor_rollout_ref.hybrid_engine", (True,), _STALE),
+    Fixed(f"{_ROLLOUT}.nnodes", (0,), f"standalone replicas: {_STALE}"),
+    Fixed(f"{_ROLLOUT}.disaggregation.enabled", (False,), "the cache may come from other weights"),
+    Fixed("skip.rollout.enable", (False,), f"recorded rollouts: {_STALE}"),
+    Fixed("skip.rollout_tq.enable", (False,), f"recorded rollouts: {_STALE}"),
+    Fixed("skip.async_rollout.enable", (False,), f"recorded rollouts: {_STALE}"),
+    Fixed(f"{_ROLLOUT}.checkpoint_engine.backend", ("naive",), "other transports give no receipt"),
+    Fixed(f"{_ROLLOUT}.checkpoint_engine.custom_backend_module", ("",), "it gives no receipt"),
+    Fixed(f"{_ENGINE}.weight_transfer_config", ("",), "it gives no receipt"),
+)
+
+ADAPTERS = (
+    Fixed(f"{_MODEL}.lora_rank", (0,), _ADAPTER),
+    Fixed(f"{_MODEL}.lora.rank", (0,), _ADAPTER),
+    Fixed(f"{_MODEL}.lora_adapter_path", ("",), _ADAPTER),
+    Fixed(f"{_ENGINE}.enable_lora", (False,), _ADAPTER),
+    Fixed(f"{_MODEL}.mtp.enable", (False,), "its heads are not in the contract"),
+    Fixed(f"{_ENGINE}.speculative_config", ("",), "accepted tokens are scored by another model"),
+    Fixed("distillation.enabled", (False,), "its top-k losses need logits that never exist"),
+    Fixed(f"{_ACTOR}.calculate_sum_pi_squared", (False,), "it needs logits that never exist"),
+    Fixed(f"{_ROLLOUT}.enable_rollout_routing_replay", (False,), "both sides route by themselves"),
+)
+
+NUMERICS = (
+    Fixed(f"{_ROLLOUT}.dtype", ("bfloat16",), "the contract is for bfloat16"),
+    Fixed(f"{_ENGINE}.dtype", ("bfloat16",), "the contract is for bfloat16"),
+    Fixed(f"{_ACTOR}.fsdp_config.dtype", ("bfloat16",), "the contract is for bfloat16"),
+    Fixed(
+        f"{_ACTOR}.fsdp_config.model_dtype",
+        ("fp32", "float32", "bf16", "bfloat16"),
+        "masters must hold what rounds to the engine's weights",
+    ),
+    Fixed(
+        f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype",
+        ("bf16", "bfloat16"),
+        "weights would be rounded otherwise than in the engine",
+    ),
+    Fixed(f"{_ROLLOUT}.quantization", ("",), "no contract covers quantized weights here yet"),
+    Fixed(f"{_ENGINE}.quantization", ("",), "no contract covers quantized weights here yet"),
+    Fixed(f"{_ENGINE}.kv_cache_dtype", ("auto", "bfloat16"), "the trainer keeps bf16 keys"),
+    Fixed(f"{_ACTOR}.fsdp_config.qat.enable", (False,), _REPLACES),
+    Fixed(f"{_MODEL}.use_fused_kernels", (False,), _REPLACES),
+    Fixed(f"{_ACTOR}.use_fused_kernels", (False,), _REPLACES),
+    Fixed(f"{_MODEL}.use_liger", (False,), _REPLACES),
+    Fixed(f"{_MODEL}.tiled_mlp.enabled", (False,), _REPLACES),
+    Fixed(f"{_ACTOR}.use_prefix_grouper", (False,), _REPLACES),
+    Fixed(f"{_ACTOR}.fsdp_config.pad_to_length", (False,), "padding is never computed"),
+    Fixed(f"{_ACTOR}.pad_to_length", (False,), "padding is never computed"),
+    Fixed(
+        f"{_ROLLOUT}.full_determinism",
+        (False,),
+        "it sets VLLM_BATCH_INVARIANT, which replaces operators under our kernels",
+    ),
+    Fixed(f"{_ENGINE}.disable_cascade_attn", (True,), _PARTIAL),
+    Fixed(f"{_ENGINE}.attention_backend", ("CUSTOM", "CPU_ATTN"), "the plugin's own must serve"),
+    Fixed(f"{_ENGINE}.logits_processors", ("",), "the trainer does not mirror them"),
+    *(
+        Fixed(f"{_ENGINE}.{name}", ("",), "it changes the engine's model alone")
+        for name in ("hf_overrides", "rope_scaling", "rope_theta", "rope_parameters")
+    ),
+)
+
+SAMPLING = (
+    Fixed(f"{_ROLLOUT}.top_p", (1, 1.0), "the trainer scores the whole distribution"),
+    Fixed(f"{_ROLLOUT}.top_k", (-1, 0), "the trainer scores the whole distribution"),
+    Fixed(f"{_ROLLOUT}.repetition_penalty", (1, 1.0), "the trainer does not mirror it"),
+    Fixed(f"{_ROLLOUT}.val_kwargs.top_p", (1, 1.0), "the plugin refuses such requests"),
+    Fixed(f"{_ROLLOUT}.val_kwargs.top_k", (-1, 0), "the plugin refuses such requests"),
+    Fixed(f"{_ROLLOUT}.calculate_log_probs", (True,), "there would be nothing to compare"),
+    Fixed(
+        f"{_ROLLOUT}.logprobs_mode",
+        ("processed_logprobs", "raw_logprobs"),
+        "log-probs, not logits, are compared",
+    ),
+    Fixed(f"{_ROLLOUT}.name", ("vllm",), "the plugin is vLLM's"),
+    Fixed(
+        f"{_ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
+        ("strict", "ignore_strippable"),
+        "prompt and response would meet at another token than in the engine",
+    ),
+)
+
+ALL = (*TOPOLOGY, *UPDATES, *ADAPTERS, *NUMERICS, *SAMPLING)
+
+
+def violations(view: View) -> Iterator[Violation]:
+    """Yield every key that has another value than it may have."""
+    for rule in ALL:
+        yield from rule.violations(view)

@@ -1,0 +1,128 @@
+"""Rules that look at more than one key, or at a key's range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from train_bridge.verl.preflight.view import View, Violation
+
+EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
+ENGINE_CONFIG = "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig"
+SWITCH = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT"
+_OURS = "train_bridge."
+_ROLLOUT = "actor_rollout_ref.rollout"
+_HARMLESS_OVERRIDES = ("attn_implementation", "model_config")
+_SECTION = {"fsdp2": "fsdp_config", "megatron": "megatron"}
+_MEGATRON_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def violations(view: View) -> Iterator[Violation]:
+    """Yield every broken relation."""
+    for rule in (_one_update, _temperature, _seed, _lengths, _engine, _plugin, _model_overrides):
+        yield from rule(view)
+
+
+def _one_update(view: View) -> Iterator[Violation]:
+    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    mini, batch = view.get(key), view.get("data.train_batch_size")
+    if mini != batch:
+        yield Violation(
+            key,
+            mini,
+            f"data.train_batch_size={batch} makes more than one update of a rollout",
+            f"{batch}",
+        )
+    generated = view.get("data.gen_batch_size", batch)
+    if generated != batch:
+        yield Violation(
+            "data.gen_batch_size",
+            generated,
+            "prompts of one step would be sampled in parts",
+            "null",
+        )
+
+
+def _temperature(view: View) -> Iterator[Violation]:
+    key = f"{_ROLLOUT}.temperature"
+    value = view.get(key, 1.0)
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        yield Violation(key, value, "log-probs are divided by it on both sides", "a number above 0")
+
+
+def _seed(view: View) -> Iterator[Violation]:
+    key = f"{_ROLLOUT}.seed"
+    value = view.get(key, 42)
+    if not isinstance(value, int) or isinstance(value, bool):
+        yield Violation(key, value, "a capture could not name the sampling state", "an integer")
+
+
+def _lengths(view: View) -> Iterator[Violation]:
+    longest = view.get(f"{_ROLLOUT}.prompt_length", 0) + view.get(f"{_ROLLOUT}.response_length", 0)
+    key = f"{_ROLLOUT}.max_model_len"
+    limit = view.get(key)
+    if limit is not None and limit < longest:
+        yield Violation(
+            key, limit, "prompts and responses do not fit, so responses are cut", f"{longest}"
+        )
+
+
+def _engine(view: View) -> Iterator[Violation]:
+    strategy = view.strategy
+    if strategy not in _SECTION:
+        yield Violation(
+            "actor_rollout_ref.actor.strategy",
+            strategy,
+            "our engine does not exist for it, so verl's would run",
+            "'fsdp2'",
+        )
+        return
+    section = _SECTION[strategy]
+    for part in ("actor", "ref"):
+        key = f"actor_rollout_ref.{part}.{section}._target_"
+        target = str(view.get(key, ""))
+        if not target.startswith(_OURS) and (part == "actor" or view.uses_reference):
+            yield Violation(key, target, "verl's own engine would compute log-probs", ENGINE_CONFIG)
+    if strategy != "megatron":
+        return
+    for name in _MEGATRON_SIZES:
+        key = f"actor_rollout_ref.actor.megatron.{name}"
+        size = view.get(key, 1)
+        if size != 1:
+            yield Violation(key, size, "its collectives add in an order that is not pinned", "1")
+
+
+def _plugin(view: View) -> Iterator[Violation]:
+    switch = str(view.get(SWITCH, "")).lower()
+    if switch not in ("1", "true"):
+        yield Violation(SWITCH, switch, "vLLM would run without the plugin", '"1"')
+    key = f"{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
+    extension = view.get(key, "")
+    if extension != EXTENSION:
+        yield Violation(key, extension, "weights would be served without a receipt", EXTENSION)
+    key = f"{_ROLLOUT}.engine_kwargs.vllm.worker_cls"
+    worker = view.get(key, "auto")
+    if worker != "auto":
+        yield Violation(key, worker, "the plugin selects the worker", "auto")
+
+
+def _model_overrides(view: View) -> Iterator[Violation]:
+    for key in view.mapping("actor_rollout_ref.model.override_config"):
+        if key not in _HARMLESS_OVERRIDES:
+            yield Violation(
+                f"actor_rollout_ref.model.override_config.{key}",
+                view.get(f"actor_rollout_ref.model.override_config.{key}"),
+                "it changes the trainer's model alone (positions, rope, sizes)",
+                "the checkpoint's config.json, which both sides read",
+            )
+    path = view.get("actor_rollout_ref.model.path")
+    for name in ("hf_config_path", "tokenizer_path"):
+        key = f"actor_rollout_ref.model.{name}"
+        other = view.get(key, path)
+        if other != path:
+            yield Violation(key, other, "the engine reads model.path alone", f"{path}")

@@ -1,0 +1,97 @@
+"""What rules are made of: a look into a configuration, and a violation that names a key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """One broken rule.
+
+    Attributes:
+        key: what to change: a key of the configuration, a variable or a package.
+        value: what it is now.
+        why: what would part the two sides.
+        use: what to set it to.
+    """
+
+    key: str
+    value: Any
+    why: str
+    use: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value!r}: {self.why}; use {self.use}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return dataclasses.asdict(self) | {"value": _plain(self.value)}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A key that may have only some values; an absent key has verl's or vLLM's harmless default.
+
+    Attributes:
+        key: dotted.
+        allowed: values, the first of which is recommended.
+        why: what another value would do.
+    """
+
+    key: str
+    allowed: tuple[Any, ...]
+    why: str
+
+    def violations(self, view: View) -> Iterator[Violation]:
+        """Yield at most one."""
+        value = view.get(self.key, self.allowed[0])
+        if not any(_same(value, allowed) for allowed in self.allowed):
+            yield Violation(self.key, value, self.why, repr(self.allowed[0]))
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    # True == 1 in Python, but not in a configuration.
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+class View:
+    """Reads a composed configuration by dotted keys; interpolations are resolved."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`; `default` where it is absent, null or cannot be resolved."""
+        try:
+            value = OmegaConf.select(self.config, key, default=None)
+        except OmegaConfBaseException:
+            return default
+        return default if value is None else value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return a section as a dict, {} where it is absent."""
+        value = self.get(key, {})
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else {}
+
+    @property
+    def strategy(self) -> str:
+        """The training backend: "fsdp2", "megatron", ..."""
+        return str(self.get("actor_rollout_ref.actor.strategy"))
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference policy runs."""
+        return bool(
+            self.get("actor_rollout_ref.actor.use_kl_loss")
+            or self.get("algorithm.use_kl_in_reward")
+        )

@@ -267,7 +267,7 @@ def gather_indexer_k(
     slots = physical_slots(positions, requests, block_table, starts, cache.shape[1])
     values, scale, _ = read_slots_ref(cache, slots.flatten(), INDEXER)
     shape = positions.shape
-    return values.view(torch.float8_e4m3fn).view(*shape, -1), scale.reshape(shape)
+    return values.view(torch.float8_e4m3fn).view(*shape, INDEXER.width), scale.reshape(shape)
 
 
 def round_trip_kv_fp8(

@@ -24,12 +24,13 @@ MAX_K = 2048
 """The largest index_topk of a published model (DeepSeek-V3.2); V4 uses 512 and 1024."""
 
 WIDTH = 8192
-"""Triton: keys that one program holds in registers, 16 a thread."""
+"""Triton: keys that one program holds in registers; half as many where rows are short."""
 
 CHUNK = 8192
 """Triton: scores whose group maxima one program forms."""
 
-NUM_WARPS = 16
+KEYS_PER_WARP = 512
+"""Triton: 16 keys a thread."""
 
 _FILES = {"reference": ("reference.py",), "triton": ("triton.py",)}
 
@@ -38,7 +39,9 @@ IMPLEMENTATIONS = tuple(_FILES)
 
 def program(impl: str) -> Program:
     """Return the program of `impl` ("reference" or "triton")."""
-    schedule = {"width": WIDTH, "chunk": CHUNK, "num_warps": NUM_WARPS} if impl == "triton" else {}
+    schedule = (
+        {"width": WIDTH, "chunk": CHUNK, "keys_per_warp": KEYS_PER_WARP} if impl == "triton" else {}
+    )
     shared = ("alignment.py",) if impl == "triton" else ()
     return Program(
         impl, source_sha256("sparse_topk", "spec.py", *_FILES[impl], shared=shared), schedule

@@ -14,7 +14,7 @@ import torch
 from topk_cases import borders, hazard_scores
 
 from consistent_kernels.sparse_topk import sparse_topk, sparse_topk_tickets
-from consistent_kernels.sparse_topk.spec import CHUNK, NUM_WARPS, WIDTH
+from consistent_kernels.sparse_topk.spec import CHUNK, KEYS_PER_WARP
 from consistent_kernels.testing import assert_bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -28,7 +28,7 @@ needs_cuda = pytest.mark.skipif(
 def test_sparse_topk_cross_compiles(arch: int, k: int, columns: int) -> None:
     from consistent_kernels.sparse_topk.triton import TICKET_PAD, _shape, _sparse_topk_kernel
 
-    parents, arity, levels = _shape(columns, k)
+    width, parents, arity, levels = _shape(columns, k)
     pointers = ("bits_ptr", "starts_ptr", "ends_ptr", "out_ptr", "maxima_ptr", "nodes_ptr")
     cubin = cross_compile(
         _sparse_topk_kernel,
@@ -40,11 +40,11 @@ def test_sparse_topk_cross_compiles(arch: int, k: int, columns: int) -> None:
             "PARENTS": parents,
             "ARITY": arity,
             "LEVELS": levels,
-            "WIDTH": WIDTH,
+            "WIDTH": width,
             "CHUNK": CHUNK,
             "TICKET_PAD": TICKET_PAD,
         },
-        num_warps=NUM_WARPS,
+        num_warps=width // KEYS_PER_WARP,
     )
     assert cubin.startswith(b"\x7fELF")
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rollout.prompts import ChatPrompts, PromptSource, RandomPrompts
 from vllm_consistent import env
 from vllm_consistent.cli.demo.model_source import resolve_model
 from vllm_consistent.cli.demo.options import BUNDLED_MODEL
@@ -81,13 +82,13 @@ class Checkpoint:
 
     Attributes:
         path: Hugging Face folder.
-        vocabulary: ids lie below.
+        prompts: draws prompts that suit its weights.
         weight_bytes: size of its tensor files.
         kv_bytes: bytes of keys and values of one token, in bf16.
     """
 
     path: Path
-    vocabulary: int
+    prompts: PromptSource
     weight_bytes: int
     kv_bytes: int
 
@@ -118,7 +119,7 @@ def checkpoint(
     kv_heads = config.get("num_key_value_heads") or heads
     return Checkpoint(
         path,
-        config["vocab_size"],
+        ChatPrompts(path) if shape is None else RandomPrompts(config["vocab_size"]),
         sum(file.stat().st_size for file in path.glob("*.safetensors")),
         2 * 2 * config["num_hidden_layers"] * kv_heads * head_dim,
     )

@@ -208,7 +208,7 @@ class ModelSession:
         requests, tokens = _SMOKE
         for seat in [seat for seat in self.seats if seat.variant.consistent]:
             with self._left_out_if_it_breaks(seat):
-                prompts = self.works[0].prompts(-1, self.model.vocabulary)[:requests]
+                prompts = self.works[0].prompts(-1, self.model.prompts)[:requests]
                 outcome = seat.engine.call(
                     "rollout", prompts=prompts, tokens=tokens, measure="throughput", cached=False
                 )
@@ -237,7 +237,7 @@ class ModelSession:
     def _round(self, seat: Seat, work: Work, turn: int) -> None:
         outcome = seat.engine.call(
             "rollout",
-            prompts=work.prompts(turn, self.model.vocabulary),
+            prompts=work.prompts(turn, self.model.prompts),
             tokens=work.new_tokens,
             measure=work.measure,
             cached=work.cached,
@@ -251,7 +251,7 @@ class ModelSession:
         for work in self.works:
             if work.new_tokens < 2:
                 continue
-            prompts = work.prompts(0, self.model.vocabulary)
+            prompts = work.prompts(0, self.model.prompts)
             for seat in list(self.seats):
                 with (
                     self.clock.phase(f"{work.key}, {seat.variant.name}: profile"),
@@ -330,7 +330,7 @@ class ModelSession:
         while sum(len(sample.token_ids) for sample in samples) < wanted:
             outcome = seat.engine.call(
                 "rollout",
-                prompts=work.parity_prompts(turn, self.model.vocabulary),
+                prompts=work.parity_prompts(turn, self.model.prompts),
                 tokens=work.parity[1] if work.parity else work.new_tokens,
                 measure="throughput",
                 cached=False,

@@ -30,6 +30,7 @@ VARIANTS = {
     for variant in (
         Variant(STOCK, {"VLLM_CONSISTENT": "0"}, False),
         Variant("consistent", {"VLLM_CONSISTENT": "1"}, True),
+        Variant("triton", {"VLLM_CONSISTENT": "1", "VLLM_CONSISTENT_PROGRAM": "triton"}, True),
         Variant("batch_invariant", {"VLLM_CONSISTENT": "0", "VLLM_BATCH_INVARIANT": "1"}, False),
     )
 }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Iterable, Sequence
 
-import torch
-
+from benchmarks.rollout.prompts import PromptSource
 from consistent_kernels.errors import UnsupportedError
 
 THROUGHPUT, DECODE, FIRST_TOKEN = "throughput", "decode", "first token"
@@ -66,25 +64,15 @@ class Work:
         parity = self.parity[0] * (self.prompt[1] + self.parity[1]) if self.parity else 0
         return max(timed, parity, self.longest())
 
-    def prompts(self, round_index: int, vocabulary: int) -> list[list[int]]:
+    def prompts(self, round_index: int, source: PromptSource) -> list[list[int]]:
         """Return the prompts of a round; the same ones in every round where `cached`."""
         seed = f"{self.key}/{0 if self.cached else round_index}"
-        return _random_prompts(seed, self.requests, self.prompt, vocabulary)
+        return source(seed, self.requests, self.prompt)
 
-    def parity_prompts(self, turn: int, vocabulary: int) -> list[list[int]]:
+    def parity_prompts(self, turn: int, source: PromptSource) -> list[list[int]]:
         """Return the prompts of one rollout of the parity check."""
         count = self.parity[0] if self.parity else self.requests
-        return _random_prompts(f"{self.key}/parity/{turn}", count, self.prompt, vocabulary)
-
-
-def _random_prompts(
-    seed: str, count: int, length: tuple[int, int], vocabulary: int
-) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    lengths = torch.randint(length[0], length[1] + 1, (count,), generator=generator).tolist()
-    # Low ids are often special tokens.
-    ids = torch.randint(16, vocabulary, (sum(lengths),), generator=generator)
-    return [part.tolist() for part in ids.split(lengths)]
+        return source(f"{self.key}/parity/{turn}", count, self.prompt)
 
 
 _MIXED = (7, 777)
@@ -104,7 +92,7 @@ WORKS = (
     Work("qwen3_0_6b.1", "Qwen3-0.6B shape, 1 request x 256 tokens", "qwen3_0_6b", 1, (392, 392),
          256),
     Work("smollm2.256", "SmolLM2-135M real weights, 256 requests x 256 tokens, mixed prompts",
-         "smollm2", 256, _MIXED, 256),
+         "smollm2", 256, (64, 777), 256),
 )  # fmt: skip
 
 

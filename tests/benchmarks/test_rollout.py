@@ -16,13 +16,15 @@ from benchmarks.common.clock import Clock
 from benchmarks.rollout import run, session
 from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import ProcessError
+from benchmarks.rollout.prompts import RandomPrompts
 from benchmarks.rollout.samples import Sample, compare, enough
 from benchmarks.rollout.session import ModelSession, Options, engine_arguments
 from benchmarks.rollout.variants import STOCK, VARIANTS, variants
 from benchmarks.rollout.works import DECODE, WORKS, chosen, tiny
 from consistent_kernels.errors import ConfigurationError, InvalidInputError, UnsupportedError
 
-MODEL = Checkpoint(Path("somewhere"), vocabulary=1280, weight_bytes=1000, kv_bytes=64)
+PROMPTS = RandomPrompts(1280)
+MODEL = Checkpoint(Path("somewhere"), PROMPTS, weight_bytes=1000, kv_bytes=64)
 LOGPROB = np.float32(-0.7)
 NEXT = np.nextafter(LOGPROB, np.float32(0))
 
@@ -277,11 +279,11 @@ def test_works_cover_the_table_and_keys_are_unique() -> None:
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.key)
 def test_prompts_repeat_by_round_and_fit(work: Any) -> None:
-    first = work.prompts(0, 1280)
-    assert first == work.prompts(0, 1280)
-    assert (first == work.prompts(1, 1280)) == work.cached
-    assert work.parity_prompts(0, 1280) != work.parity_prompts(1, 1280)
-    lengths = [len(ids) for ids in (*first, *work.parity_prompts(0, 1280))]
+    first = work.prompts(0, PROMPTS)
+    assert first == work.prompts(0, PROMPTS)
+    assert (first == work.prompts(1, PROMPTS)) == work.cached
+    assert work.parity_prompts(0, PROMPTS) != work.parity_prompts(1, PROMPTS)
+    lengths = [len(ids) for ids in (*first, *work.parity_prompts(0, PROMPTS))]
     assert work.prompt[0] <= min(lengths)
     assert max(lengths) <= work.prompt[1]
     assert max(lengths) + work.new_tokens < work.longest() + 1
@@ -291,7 +293,7 @@ def test_prompts_repeat_by_round_and_fit(work: Any) -> None:
 def test_pages_hold_all_requests_of_a_round(work: Any) -> None:
     arguments = engine_arguments([work], MODEL, "cuda")
     held = arguments["kv_cache_memory_bytes"] // MODEL.kv_bytes
-    at_once = sum(-(-(len(ids) + work.new_tokens) // 16) * 16 for ids in work.prompts(3, 1280))
+    at_once = sum(-(-(len(ids) + work.new_tokens) // 16) * 16 for ids in work.prompts(3, PROMPTS))
     assert held >= at_once
     assert held >= arguments["max_model_len"]
 

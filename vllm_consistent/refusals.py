@@ -43,6 +43,8 @@ def _parallel(parallel: Any) -> Iterator[str]:
         size = getattr(parallel, field, 1)
         if size > 1:
             yield f"{field}={size} is not supported ({why}); use 1"
+    if parallel.enable_eplb:
+        yield "enable_eplb moves experts between ranks and copies them; turn it off"
     if parallel.enable_dbo or parallel.ubatch_size > 0:
         yield "dual-batch overlap (enable_dbo, ubatch_size) is not supported; turn it off"
 
@@ -52,6 +54,9 @@ def _features(config: VllmConfig) -> Iterator[str]:
         yield "speculative decoding is not supported: accepted tokens are scored by another model"
     if config.lora_config is not None:
         yield "LoRA is not supported: its adapters run kernels outside the contract"
+    backend = config.kernel_config.moe_backend
+    if backend != "auto":
+        yield f"moe_backend={backend!r} is not supported: the contract names it; use 'auto'"
     if config.kv_transfer_config is not None or config.ec_transfer_config is not None:
         yield "KV or encoder-cache transfer is not supported: the cache may come from other weights"
     if config.weight_transfer_config is not None:
@@ -87,6 +92,11 @@ def _model(model: Any) -> Iterator[str]:
         )
     if model.logits_processors:
         yield "custom logits_processors are not supported: the trainer does not mirror them"
+    if model.enable_return_routed_experts:
+        yield (
+            "enable_return_routed_experts is not supported: engine and trainer route alike, so "
+            "there is nothing to replay"
+        )
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is not supported: the trainer sees token ids only"
     if model.model_class_overrides:

@@ -65,6 +65,8 @@ def test_compile_cache_key_sees_the_digest(configure: Any) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
         ({"enable_lora": True}, "LoRA is not supported"),
+        ({"moe_backend": "triton"}, "moe_backend='triton' is not supported"),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts is not supported"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "speculative decoding is not supported",

@@ -9,6 +9,7 @@ from vllm_consistent.layers.embedding import (
     ConsistentParallelLMHead,
     ConsistentVocabParallelEmbedding,
 )
+from vllm_consistent.layers.fused_moe import ConsistentMoERunner, ConsistentRoutedExperts
 from vllm_consistent.layers.layernorm import ConsistentRMSNorm
 from vllm_consistent.layers.linear import (
     ConsistentColumnParallelLinear,
@@ -31,11 +32,13 @@ LAYERS: tuple[type, ...] = (
     ConsistentLlama3RotaryEmbedding,
     ConsistentLogitsProcessor,
     ConsistentMergedColumnParallelLinear,
+    ConsistentMoERunner,
     ConsistentParallelLMHead,
     ConsistentQKVParallelLinear,
     ConsistentReplicatedLinear,
     ConsistentRMSNorm,
     ConsistentRotaryEmbedding,
+    ConsistentRoutedExperts,
     ConsistentRowParallelLinear,
     ConsistentSiluAndMul,
     ConsistentVocabParallelEmbedding,

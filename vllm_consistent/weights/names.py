@@ -13,6 +13,9 @@ FUSED = {
 }
 """vLLM's fused module to the Hugging Face modules that it holds, in row order."""
 
+EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+"""Parameters of vLLM's RoutedExperts to those of the Hugging Face module that holds it."""
+
 
 def hf_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return {Hugging Face name: view into vLLM's storage} for every weight that is served.
@@ -35,6 +38,9 @@ def _split(
     path: str, module: Any, local: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     parent, _, leaf = path.rpartition(".")
+    if leaf == "routed_experts":
+        yield f"{parent}.{EXPERTS[local]}", tensor
+        return
     parts = FUSED.get(leaf)
     if parts is not None:
         pieces = tensor.split(module.output_partition_sizes)

@@ -109,11 +109,13 @@ class ServedWeights:
         """Recompute every derived weight; raise StaleWeightsError naming one that differs."""
         for path, module in self._model.named_modules():
             method = getattr(module, "quant_method", None)
-            own = getattr(getattr(method, "prepared", None), "own", None)
-            if own is None:
+            derived = _as_tuple(getattr(method, "prepared", None))
+            if all(getattr(each, "own", None) is None for each in derived):
                 continue
-            fresh = method.prepare(module)
-            if not torch.equal(own.view(torch.uint8), fresh.view(torch.uint8)):
+            for each, fresh in zip(derived, _as_tuple(method.prepare(module)), strict=True):
+                own = each.own
+                if own is None or torch.equal(own.view(torch.uint8), fresh.view(torch.uint8)):
+                    continue
                 raise StaleWeightsError(
                     f"{path}: the prepared weight does not follow the loaded one; somebody wrote "
                     "into the parameter. Use update_weights_in_place"
@@ -165,6 +167,11 @@ class ServedWeights:
 
     def _check_served(self) -> None:
         _require_finite(self.views())
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    # Experts have two prepared weights, other layers one.
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _require_finite(tensors: Mapping[str, torch.Tensor]) -> None:

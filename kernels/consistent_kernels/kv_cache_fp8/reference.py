@@ -60,22 +60,22 @@ def dequantize_kv_ref(values: torch.Tensor, scale: torch.Tensor, layout: KVLayou
     return rounded.flatten(-2)
 
 
-def _addresses(
-    cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (bytes of all blocks, first FP8 byte, first bf16 byte, first scale byte) of slots."""
+def _parts(
+    cache: torch.Tensor, layout: KVLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views [blocks, block_size, bytes] of the e4m3 values, the bf16 values and the scales."""
     blocks, size, _ = cache.shape
-    step = cache.stride(0)
-    flat = cache.as_strided(((blocks - 1) * step + size * layout.token_bytes,), (1,))
     token_step, bf16_at, scale_step, scale_at = layout.offsets(size)
-    block = torch.div(slots, size, rounding_mode="floor") * step
-    token = slots % size
-    values = block + token * token_step
-    return flat, values, values + bf16_at, block + scale_at + token * scale_step
+    step, first = cache.stride(0), cache.storage_offset()
 
+    def part(at: int, token: int, count: int) -> torch.Tensor:
+        return cache.as_strided((blocks, size, count), (step, token, 1), first + at)
 
-def _span(first: torch.Tensor, count: int) -> torch.Tensor:
-    return first[:, None] + torch.arange(count, device=first.device)
+    return (
+        part(0, token_step, layout.fp8_values),
+        part(bf16_at, token_step, 2 * layout.bf16_values),
+        part(scale_at, scale_step, layout.scale_room),
+    )
 
 
 def write_kv_fp8_ref(
@@ -92,28 +92,29 @@ def write_kv_fp8_ref(
     """
     kept = slot_mapping >= 0
     slots, kv = slot_mapping[kept].to(torch.int64), kv[kept]
-    flat, values_at, bf16_at, scale_at = _addresses(cache, slots, layout)
+    where = torch.div(slots, cache.shape[1], rounding_mode="floor"), slots % cache.shape[1]
+    values_part, bf16_part, scale_part = _parts(cache, layout)
     values, scale = quantize_kv_ref(kv, layout, scale_format)
-    flat[_span(values_at, layout.fp8_values)] = values
+    values_part[where] = values
     if layout.bf16_values:
-        rope = kv[:, layout.fp8_values :].contiguous().view(torch.uint8)
-        flat[_span(bf16_at, 2 * layout.bf16_values)] = rope
-    stored = scale.contiguous().view(torch.uint8)
+        bf16_part[where] = kv[:, layout.fp8_values :].contiguous().view(torch.uint8)
+    # A lone group has any stride it likes and still counts as contiguous: a copy has stride 1.
+    stored = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if layout.scale_bytes == 1:
         stored = scale.new_zeros((len(scale), layout.scale_room), dtype=torch.uint8)
         stored[:, : layout.groups] = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    flat[_span(scale_at, layout.scale_room)] = stored
+    scale_part[where] = stored
 
 
 def read_slots_ref(
     cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (q [n, fp8_values] uint8, s [n, groups] fp32, bf16 part [n, bf16_values]) of slots."""
-    flat, values_at, bf16_at, scale_at = _addresses(cache, slots, layout)
-    values = flat[_span(values_at, layout.fp8_values)]
-    rope = flat[_span(bf16_at, 2 * layout.bf16_values)].contiguous()
+    where = torch.div(slots, cache.shape[1], rounding_mode="floor"), slots % cache.shape[1]
+    values_part, bf16_part, scale_part = _parts(cache, layout)
+    values, rope = values_part[where], bf16_part[where]
     rope = rope.view(torch.bfloat16) if layout.bf16_values else rope.bfloat16()
-    stored = flat[_span(scale_at, layout.groups * layout.scale_bytes)]
+    stored = scale_part[where][:, : layout.groups * layout.scale_bytes].contiguous()
     if layout.scale_bytes == 4:
         return values, stored.view(torch.float32), rope
     # 2^(e - 127); the exponent 0 stands for 2^-127, which is subnormal.

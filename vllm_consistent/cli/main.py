@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from vllm_consistent.cli.demo.command import demo
+from vllm_consistent.cli.doctor.capture import capture
+from vllm_consistent.cli.doctor.command import doctor
 from vllm_consistent.cli.plan.command import plan
 
 app = typer.Typer(
@@ -22,4 +24,6 @@ def root() -> None:
 
 
 app.command()(demo)
+app.command()(doctor)
+app.command()(capture)
 app.command()(plan)

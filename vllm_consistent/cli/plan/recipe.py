@@ -65,12 +65,13 @@ class Recipe:
         return self.prompts * self.samples * self.longest_sequence
 
 
-def compose_recipe(config: str, overrides: list[str]) -> Any:
+def compose_recipe(config: str, overrides: list[str], command: str = "plan") -> Any:
     """Compose a recipe with hydra.
 
     Args:
         config: a recipe's folder (holding <name>.yaml), or a yaml file.
         overrides: KEY=VALUE, as on verl's command line.
+        command: who asks, for the messages.
 
     Raises:
         InvalidInputError: no such file, or it does not compose.
@@ -84,13 +85,13 @@ def compose_recipe(config: str, overrides: list[str]) -> Any:
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
         raise UnsupportedError(
-            "plan", f"this installation ({error})", ("pip install 'vllm-consistent[verl]'",)
+            command, f"this installation ({error})", ("pip install 'vllm-consistent[verl]'",)
         ) from error
     path = Path(config).expanduser()
     file = path / f"{path.resolve().name}.yaml" if path.is_dir() else path
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         raise InvalidInputError(
-            f"plan: CONFIG must be a recipe's folder or a yaml file, got {config!r}"
+            f"{command}: CONFIG must be a recipe's folder or a yaml file, got {config!r}"
             + (f" without {file.name}" if path.is_dir() else "")
         )
     GlobalHydra.instance().clear()
@@ -98,7 +99,7 @@ def compose_recipe(config: str, overrides: list[str]) -> Any:
         with initialize_config_dir(str(file.resolve().parent), version_base=None):
             return compose(file.stem, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise InvalidInputError(f"plan: {file} must compose: {error}") from error
+        raise InvalidInputError(f"{command}: {file} must compose: {error}") from error
 
 
 def read_recipe(config: Any) -> Recipe:

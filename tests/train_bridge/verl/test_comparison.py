@@ -1,0 +1,160 @@
+"""The comparison of a step and what is left on disk when it fails."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from consistent_kernels.errors import ConfigurationError, InvalidInputError
+from train_bridge.verl.capture import read_capture
+from train_bridge.verl.comparison import MismatchPolicy, capture_of, compare_step, react
+from vllm_consistent.cli.main import app
+
+KEYS = ["a_0_0", "a_1_0", "b_0_0"]
+LENGTHS = [(3, 4), (3, 2), (5, 3)]
+
+
+def step(**changes: Any) -> dict[str, torch.Tensor]:
+    """Three samples of different lengths, equal on both sides."""
+    torch.manual_seed(0)
+
+    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    log_probs = [-torch.rand(response) for _, response in LENGTHS]
+    fields = {
+        "input_ids": jagged([torch.arange(p + r) + 10 for p, r in LENGTHS]),
+        "position_ids": jagged([torch.arange(p + r) for p, r in LENGTHS]),
+        "responses": jagged([torch.arange(p, p + r) + 10 for p, r in LENGTHS]),
+        "response_mask": jagged([torch.ones(r, dtype=torch.int64) for _, r in LENGTHS]),
+        "rollout_log_probs": jagged(log_probs),
+        "old_log_probs": jagged([row.clone() for row in log_probs]),
+    }
+    return fields | changes
+
+
+def flipped(fields: dict[str, torch.Tensor], sample: int, position: int) -> None:
+    row = fields["old_log_probs"].unbind()[sample]
+    row.view(torch.int32)[position] ^= 1
+
+
+def test_comparison_of_equal_log_probs_passes() -> None:
+    found = compare_step(KEYS, step(), [False] * 3)
+    assert found.report.bitwise_equal
+    assert found.mismatching() == []
+    assert found.metrics()["true_on_policy/mismatched_tokens"] == 0
+    assert found.metrics()["true_on_policy/num_tokens"] == 9
+    assert all(name.startswith("true_on_policy/") for name in found.metrics())
+
+
+def test_control_comparison_finds_one_bit() -> None:
+    fields = step()
+    flipped(fields, 2, 1)
+    found = compare_step(KEYS, fields, [False] * 3)
+    assert found.report.mismatched_tokens == 1
+    assert found.mismatching() == [2]
+    first = found.report.first
+    assert (first.sample, first.position, first.token_id) == (2, 1, 16)
+
+
+def test_comparison_ignores_masked_tokens_and_padding_samples() -> None:
+    fields = step()
+    flipped(fields, 0, 3)
+    fields["response_mask"].unbind()[0][3] = 0
+    flipped(fields, 1, 0)
+    found = compare_step(KEYS, fields, [False, True, False])
+    assert found.report.bitwise_equal
+    assert found.keys == ["a_0_0", "b_0_0"]
+    assert found.report.num_tokens == 6
+
+
+def capture(fields: dict[str, torch.Tensor], limit: int = 8) -> Any:
+    found = compare_step(KEYS, fields, [False] * 3)
+    return found, capture_of(
+        found,
+        12,
+        limit,
+        sampling={"temperature": 0.7, "top_p": 1.0},
+        weights={"version": 5, "total": "abcdef" * 8},
+        contract={"name": "dense_bf16_v1", "digest": "0123" * 16},
+    )
+
+
+def bits(value: torch.Tensor) -> str:
+    return "0x" + struct.pack(">f", float(value)).hex()
+
+
+def test_reaction_names_step_sample_position_bits_and_capture(tmp_path: Path) -> None:
+    fields = step()
+    flipped(fields, 1, 1)
+    found, kept = capture(fields)
+    text = str(react(found, MismatchPolicy(capture_dir=str(tmp_path)), kept))
+    rollout = fields["rollout_log_probs"].unbind()[1][1]
+    old = fields["old_log_probs"].unbind()[1][1]
+    for part in (
+        "step 12",
+        "sample 1, position 1",
+        "a_1_0",
+        bits(rollout),
+        bits(old),
+        "version 5",
+        "abcdefabcdefabcd",
+        str(tmp_path / "step_000012"),
+        "on_mismatch=warn",
+    ):
+        assert part in text
+
+
+def test_capture_comes_back_as_written(tmp_path: Path) -> None:
+    fields = step()
+    flipped(fields, 0, 0)
+    flipped(fields, 2, 2)
+    found, kept = capture(fields)
+    react(found, MismatchPolicy(capture_dir=str(tmp_path)), kept)
+    read = read_capture(tmp_path / "step_000012")
+    assert (read.step, read.sampling["temperature"]) == (12, 0.7)
+    assert read.weights["version"] == 5
+    assert [sample.index for sample in read.samples] == [0, 2]
+    for sample in read.samples:
+        assert sample.key == KEYS[sample.index]
+        assert sample.report().mismatched_tokens == 1
+        for name in ("input_ids", "position_ids", "rollout_log_probs", "old_log_probs"):
+            assert torch.equal(getattr(sample, name), fields[name].unbind()[sample.index])
+
+
+def test_capture_holds_at_most_the_asked_samples() -> None:
+    fields = step()
+    for sample in range(3):
+        flipped(fields, sample, 0)
+    assert len(capture(fields, limit=2)[1].samples) == 2
+
+
+def test_capture_command_shows_it(tmp_path: Path) -> None:
+    fields = step()
+    flipped(fields, 1, 0)
+    found, kept = capture(fields)
+    react(found, MismatchPolicy(capture_dir=str(tmp_path)), kept)
+    folder = str(tmp_path / "step_000012")
+    shown = CliRunner().invoke(app, ["capture", folder])
+    assert shown.exit_code == 0
+    for part in ("step 12: 1 of 9", "dense_bf16_v1", "version 5", "temperature=0.7", "a_1_0"):
+        assert part in shown.output
+    found = json.loads(CliRunner().invoke(app, ["capture", folder, "--json"]).output)
+    assert found["samples"][0]["mismatched_tokens"] == 1
+
+
+def test_capture_rejects_another_folder(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="capture"):
+        read_capture(tmp_path)
+    assert CliRunner().invoke(app, ["capture", str(tmp_path)]).exit_code == 2
+
+
+def test_policy_rejects_another_reaction() -> None:
+    with pytest.raises(ConfigurationError, match="on_mismatch"):
+        MismatchPolicy(on_mismatch="ignore")

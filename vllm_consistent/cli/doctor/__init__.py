@@ -1,0 +1,1 @@
+"""The commands `doctor`, before a verl run, and `capture`, after a mismatch."""

@@ -51,9 +51,13 @@ class Fp8LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        grad_x, grad_weight = fp8_linear_bwd(grad_y, *ctx.saved_tensors, needs=needs, impl=ctx.impl)
+        grad_x, grad_weight = fp8_linear_bwd(
+            grad_y,
+            *ctx.saved_tensors,
+            needs=needs,
+            weight_dtype=ctx.master_dtype,
+            impl=ctx.impl,
+        )
         if grad_x is not None:
             grad_x = grad_x.to(ctx.x_dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.master_dtype)
         return grad_x, grad_weight, None, None, None, None, None

@@ -214,6 +214,7 @@ def fp8_linear_bwd(
     weight_scale: torch.Tensor,
     *,
     needs: tuple[bool, bool] = (True, True),
+    weight_dtype: torch.dtype = torch.float32,
     impl: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Straight-through gradients: grad_x = g D(W), grad_weight = g^T D(x), fp32 accumulation.
@@ -226,13 +227,13 @@ def fp8_linear_bwd(
     Args:
         grad_y: [M, N] bf16 or fp32; the rest as in `fp8_gemm`.
         needs: which of (x, weight) want a gradient.
+        weight_dtype: dtype of grad_weight, rounded once from fp32.
 
     Returns:
-        (grad_x [M, K] fp32 on CPU and bf16 on CUDA, grad_weight [N, K] fp32), None where not
-        needed.
+        (grad_x [M, K] fp32 on CPU and bf16 on CUDA, grad_weight [N, K]), None where not needed.
     """
     require_implementation("fp8_linear_bwd", impl, IMPLEMENTATIONS)
     shape = (x.shape[0], weight.shape[0])
     if tuple(grad_y.shape) != shape:
         raise invalid("fp8_linear_bwd", "grad_y", f"of shape {shape}", tuple(grad_y.shape))
-    return fp8_linear_bwd_ref(grad_y, x, x_scale, weight, weight_scale, needs)
+    return fp8_linear_bwd_ref(grad_y, x, x_scale, weight, weight_scale, needs, weight_dtype)

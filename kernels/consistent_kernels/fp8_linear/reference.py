@@ -60,6 +60,7 @@ def fp8_linear_bwd_ref(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     needs: tuple[bool, bool],
+    weight_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """grad_x = g D(W), grad_weight = g^T D(x), where D(q) = q * s is what the forward multiplied.
 
@@ -69,13 +70,14 @@ def fp8_linear_bwd_ref(
     Args:
         grad_y: [M, N]; the rest as in `fp8_gemm_ref`.
         needs: which of (x, weight) want a gradient.
+        weight_dtype: dtype of grad_weight.
 
     Returns:
-        (grad_x [M, K] fp32 on CPU and bf16 on CUDA, grad_weight [N, K] fp32).
+        (grad_x [M, K] fp32 on CPU and bf16 on CUDA, grad_weight [N, K]).
     """
     dtype = torch.bfloat16 if grad_y.is_cuda else torch.float32
     # linear_bwd_ref reads the weight for grad_x and x for grad_weight, and the dtype of x.
     x_seen = dequantize_rows_ref(x, x_scale).to(dtype) if needs[1] else x.new_empty(0, dtype=dtype)
     weight_seen = dequantize_blocks_ref(weight, weight_scale).to(dtype) if needs[0] else weight
-    grads = linear_bwd_ref(grad_y, x_seen, weight_seen, (*needs, False))
+    grads = linear_bwd_ref(grad_y, x_seen, weight_seen, (*needs, False), weight_dtype)
     return grads[0], grads[1]

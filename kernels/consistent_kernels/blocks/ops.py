@@ -1,0 +1,155 @@
+"""The ops of a block as the engine calls them; the trainer's subclass gives them gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from consistent_kernels.blocks.parameters import BlockPrograms
+from consistent_kernels.compressor import CompressorParameters, compress, compressor_state
+from consistent_kernels.errors import invalid
+from consistent_kernels.grouped_linear import grouped_linear
+from consistent_kernels.interleaved_rotary import interleaved_rotary
+from consistent_kernels.linear import linear, prepare_weight
+from consistent_kernels.rms_norm import rms_norm
+from consistent_kernels.rotary import RopeParameters, rotary
+from consistent_kernels.sparse_attention import sparse_attention
+from consistent_kernels.tree import halving_sum
+
+
+def check_weights(
+    op: str, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse missing, unknown and misshapen weights.
+
+    Raises:
+        InvalidInputError: names the first one.
+    """
+    for name in sorted(shapes.keys() | weights.keys()):
+        expected = shapes.get(name, "absent")
+        given = tuple(weights[name].shape) if name in weights else "absent"
+        if expected != given:
+            raise invalid(op, f"weight {name!r}", expected, given)
+
+
+class BlockOps:
+    """Calls the ops of a block on its weights, with the programs that were chosen.
+
+    `prepared` weights are made at their first use; make a new object after an update.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        programs: BlockPrograms,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Hold the weights.
+
+        Args:
+            weights: masters by name, of any float dtype.
+            programs: the implementation of each op.
+            dtype: the model dtype.
+        """
+        self.weights, self.programs, self.dtype = weights, programs, dtype
+        self._prepared: dict[str, torch.Tensor] = {}
+
+    def prepared(self, name: str, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a linear's weight in the form its program reads."""
+        if name not in self._prepared:
+            self._prepared[name] = prepare_weight(
+                self.weights[name], dtype=self.dtype, impl=self.programs.linear, out_dtype=out_dtype
+            )
+        return self._prepared[name]
+
+    def linear(
+        self, x: torch.Tensor, name: str, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x W^T by the weight of that name."""
+        weight = self.prepared(name, out_dtype)
+        return linear(x, weight, impl=self.programs.linear, out_dtype=out_dtype)
+
+    def grouped_linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """x[:, g] W[g]^T by the weight of that name."""
+        weight = self.weights[name].detach().to(self.dtype).contiguous()
+        return grouped_linear(x, weight, impl=self.programs.other)
+
+    def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
+        """RMS norm by the weight of that name, or by ones."""
+        if name is None:
+            weight = torch.ones(x.shape[-1], dtype=self.dtype, device=x.device)
+        else:
+            weight = self.weights[name].detach().to(self.dtype)
+        return rms_norm(x, weight, eps, impl=self.programs.other)
+
+    def interleaved_rotary(
+        self,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        rope: RopeParameters,
+        inverse: bool = False,
+    ) -> torch.Tensor:
+        """Rotate adjacent pairs of the last columns."""
+        return interleaved_rotary(
+            positions, x, rope=rope, inverse=inverse, impl=self.programs.other
+        )
+
+    def rotary(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, rope: RopeParameters
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate halves of the first columns (the indexer of V3.2)."""
+        return rotary(positions, q, k, rope=rope, impl=self.programs.other)
+
+    def layer_norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+        """(x - mean) / sqrt(var + eps) * w + b in fp32 with halving trees, rounded once.
+
+        For the indexer's keys of V3.2 (vLLM `LayerNorm`). Elementwise PyTorch and a written-down
+        tree, so a row's bits depend on that row alone on any device.
+        """
+        x32, size = x.float(), x.shape[-1]
+        centered = x32 - halving_sum(x32).unsqueeze(-1) / size
+        variance = halving_sum(centered * centered).unsqueeze(-1) / size
+        normed = centered / (variance + eps).sqrt()
+        weight, bias = (
+            self.weights[key].detach().to(self.dtype).float() for key in (name, f"{name}_bias")
+        )
+        return (normed * weight + bias).to(x.dtype)
+
+    def compressor_state(
+        self, kv_score: torch.Tensor, name: str, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """What tokens leave for the compressor of that name."""
+        bias = self.weights[f"{name}_bias"].detach()
+        return compressor_state(kv_score, bias, positions, impl=self.programs.other)
+
+    def compress(
+        self,
+        state: torch.Tensor,
+        name: str,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        rope: RopeParameters,
+        params: CompressorParameters,
+    ) -> torch.Tensor:
+        """Entries of the compressor of that name."""
+        weight = self.weights[f"{name}_norm"].detach().to(self.dtype)
+        return compress(
+            state, rows, positions, weight, rope=rope, params=params, dtype=self.dtype,
+            impl=self.programs.other,
+        )  # fmt: skip
+
+    def sparse_attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        scale: float,
+        d_v: int,
+        sinks: str | None = None,
+    ) -> torch.Tensor:
+        """Attention over named entries, with the sinks of that name."""
+        values = None if sinks is None else self.weights[sinks].detach()
+        return sparse_attention(
+            q, kv, indices, scale=scale, d_v=d_v, sinks=values, impl=self.programs.attention
+        )[0]

@@ -1,0 +1,36 @@
+"""What an engine step says of its tokens: integers, shared by all caches of a block."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedBatch:
+    """The tokens of one step, of any requests in any phase.
+
+    Attributes:
+        positions: [T] inside the request.
+        requests: [T] rows of the block table.
+        slots: [T] where a token is stored, page * block_size + offset; -1 for a padded row.
+        block_table: [B, n] int32 pages; an entry of a compressed cache takes the same pages as a
+            token of that number would.
+        block_size: tokens of a page.
+        max_seq_len: bound of the positions, known on the host.
+    """
+
+    positions: torch.Tensor
+    requests: torch.Tensor
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    max_seq_len: int
+
+    def slots_of(self, places: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """Return the slots [T] of a place each, -1 where not `stored` or on a padded row."""
+        column = (places // self.block_size).clamp_max(self.block_table.shape[1] - 1)
+        pages = self.block_table[self.requests.long(), column.long()].long()
+        slots = pages * self.block_size + places % self.block_size
+        return torch.where(stored & (self.slots >= 0), slots, -1)

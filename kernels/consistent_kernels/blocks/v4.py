@@ -1,0 +1,215 @@
+"""DeepSeek-V4 attention: projections shared by both forms, and the engine's form.
+
+Source: vLLM 0.25.1 `models/deepseek_v4/attention.py`; transformers 5.10.4 `DeepseekV4Attention`. A
+query sees its sliding window and compressed entries: those that an indexer selects (ratio 4), all
+(ratio 128), or none (ratio 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from consistent_kernels.blocks.ops import BlockOps, check_weights
+from consistent_kernels.blocks.paging import PagedBatch
+from consistent_kernels.blocks.parameters import (
+    INDEX_DIM,
+    LATENT,
+    BlockPrograms,
+    V4Parameters,
+    v4_weight_shapes,
+)
+from consistent_kernels.compressor import (
+    CompressorParameters,
+    paged_windows,
+    write_compressor_state,
+)
+from consistent_kernels.indexer import indexer_scores_paged, quantize_indexer_q
+from consistent_kernels.kv_cache_fp8 import (
+    INDEXER,
+    V4,
+    KVLayout,
+    gather_kv_fp8,
+    new_cache,
+    workspace_indices,
+    write_kv_fp8,
+)
+from consistent_kernels.sparse_attention import window_and_selected
+from consistent_kernels.sparse_topk import sparse_topk
+
+
+@dataclasses.dataclass(frozen=True)
+class Projections:
+    """What tokens bring to the attention: query [T, H, 512], entry [T, 512], compressed_q."""
+
+    query: torch.Tensor
+    entry: torch.Tensor
+    compressed_q: torch.Tensor
+
+
+def project(
+    ops: BlockOps, params: V4Parameters, hidden: torch.Tensor, positions: torch.Tensor
+) -> Projections:
+    """Form queries and window entries; keys are values, both rotated in their last columns."""
+    compressed = ops.rms_norm(ops.linear(hidden, "q_a"), "q_norm", params.norm_eps)
+    q = ops.linear(compressed, "q_b").view(-1, params.heads, LATENT)
+    q = ops.rms_norm(q, None, params.norm_eps)
+    kv = ops.rms_norm(ops.linear(hidden, "kv"), "kv_norm", params.norm_eps)
+    rope = params.head_rope
+    return Projections(
+        ops.interleaved_rotary(positions, q, rope),
+        ops.interleaved_rotary(positions, kv.unsqueeze(1), rope)[:, 0],
+        compressed,
+    )
+
+
+def project_index_queries(
+    ops: BlockOps,
+    params: V4Parameters,
+    hidden: torch.Tensor,
+    compressed_q: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Form the indexer's e4m3 queries and folded weights; no gradient flows through them."""
+    q = ops.linear(compressed_q, "index_q").view(-1, params.index_heads, INDEX_DIM)
+    q = ops.interleaved_rotary(positions, q, params.index_rope)
+    return quantize_indexer_q(
+        q,
+        ops.linear(hidden, "index_weights"),
+        softmax_scale=INDEX_DIM**-0.5,
+        head_scale=params.index_heads**-0.5,
+        impl=ops.programs.other,
+    )
+
+
+def project_out(
+    ops: BlockOps, params: V4Parameters, out: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Undo the values' rotation at the query's position, then project by groups of heads."""
+    out = ops.interleaved_rotary(positions, out, params.head_rope, inverse=True)
+    grouped = ops.grouped_linear(out.reshape(out.shape[0], params.groups, -1), "out_a")
+    return ops.linear(grouped.flatten(1), "out_b")
+
+
+def all_entries(count: torch.Tensor, most: int) -> torch.Tensor:
+    """Return [T, most] int32: entries count - 1 down to 0, then -1, as a selection of all gives."""
+    column = torch.arange(most, device=count.device, dtype=torch.int32)
+    return (count.unsqueeze(1).to(torch.int32) - 1 - column).clamp_min(-1)
+
+
+class _PagedCompressor:
+    """Paged state and entries of one compressor."""
+
+    def __init__(
+        self,
+        name: str,
+        params: CompressorParameters,
+        layout: KVLayout,
+        blocks: int,
+        block_size: int,
+        device: torch.device | str,
+    ) -> None:
+        self.name, self.params, self.layout = name, params, layout
+        shape = (blocks * block_size, 2 * params.state_width)
+        self.state = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.cache = new_cache(blocks, block_size, layout, device)
+
+    def step(
+        self, ops: BlockOps, block: V4Parameters, hidden: torch.Tensor, batch: PagedBatch
+    ) -> None:
+        """Store the tokens' state and the entries that they close."""
+        params, other = self.params, ops.programs.other
+        kv_score = ops.linear(hidden, self.name, torch.float32)
+        bias = ops.weights[f"{self.name}_bias"].detach()
+        write_compressor_state(kv_score, bias, batch.positions, self.state, batch.slots, impl=other)
+        rows = paged_windows(
+            batch.positions, batch.requests, batch.block_table, batch.block_size, params
+        )
+        rows = torch.where((batch.slots >= 0).unsqueeze(1), rows, -1)
+        entry = batch.positions // params.ratio
+        rope = block.head_rope if self.layout is V4 else block.index_rope
+        entries = ops.compress(self.state, self.name, rows, entry * params.ratio, rope, params)
+        closes = (batch.positions + 1) % params.ratio == 0
+        slots = batch.slots_of(entry, closes)
+        write_kv_fp8(entries, self.cache, slots, layout=self.layout, impl=other)
+
+
+class PagedV4Attention:
+    """The engine's form: paged FP8 caches and fp32 compressor states, one path for all phases."""
+
+    def __init__(
+        self,
+        params: V4Parameters,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        programs: BlockPrograms,
+        blocks: int,
+        block_size: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate the caches; arguments as in `PagedV32Attention`, names `v4_weight_shapes`."""
+        check_weights("PagedV4Attention", weights, v4_weight_shapes(params))
+        self.params = params
+        self.ops = BlockOps(weights, programs)
+        self.cache = new_cache(blocks, block_size, V4, device)
+        pages = (blocks, block_size, device)
+        self.entries = self.index = None
+        if params.ratio > 1:
+            self.entries = _PagedCompressor("compress", params.compressor, V4, *pages)
+        if params.has_indexer:
+            self.index = _PagedCompressor(
+                "index_compress", params.index_compressor, INDEXER, *pages
+            )
+
+    def forward(self, hidden: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Store the tokens and attend; see `PagedV32Attention.forward`."""
+        ops, params, other = self.ops, self.params, self.ops.programs.other
+        projected = project(ops, params, hidden, batch.positions)
+        write_kv_fp8(projected.entry, self.cache, batch.slots, layout=V4, impl=other)
+        for compressor in (self.entries, self.index):
+            if compressor is not None:
+                compressor.step(ops, params, hidden, batch)
+        zero = torch.zeros_like(batch.positions)
+        window = window_and_selected(
+            batch.positions, window=params.window, window_base=zero, multiple=1
+        )
+        parts, places = [self._gather(self.cache, window, batch)], [workspace_indices(window)]
+        if self.entries is not None:
+            selected = self._select(hidden, projected.compressed_q, batch)
+            rows = workspace_indices(selected)
+            places.append(torch.where(rows >= 0, rows + window.numel(), -1))
+            parts.append(self._gather(self.entries.cache, selected, batch))
+        out = ops.sparse_attention(
+            projected.query,
+            torch.cat([part.view(-1, LATENT) for part in parts]),
+            torch.cat(places, dim=1),
+            params.scale,
+            LATENT,
+            "sinks",
+        )
+        return project_out(ops, params, out, batch.positions)
+
+    def _gather(self, cache: torch.Tensor, places: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        return gather_kv_fp8(
+            cache, places, batch.requests, layout=V4, impl=self.ops.programs.other,
+            block_table=batch.block_table,
+        )  # fmt: skip
+
+    def _select(
+        self, hidden: torch.Tensor, compressed_q: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
+        params = self.params
+        count = ((batch.positions + 1) // params.ratio).to(torch.int32)
+        most = max(1, batch.max_seq_len // params.ratio)
+        if self.index is None:
+            return all_entries(count, most)
+        q, weights = project_index_queries(self.ops, params, hidden, compressed_q, batch.positions)
+        scores = indexer_scores_paged(
+            q, weights, self.index.cache, batch.block_table, batch.requests, count,
+            columns=most, impl=self.ops.programs.indexer,
+        )  # fmt: skip
+        return sparse_topk(
+            scores, torch.zeros_like(count), count, params.topk, impl=self.ops.programs.other
+        )

@@ -1,0 +1,132 @@
+"""Attention blocks of DeepSeek-V3.2 and V4: the engine's form = the trainer's form, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from block_cases import BLOCKS, PROGRAMS, BlockCase, chunked, prefill_then_decode
+
+from consistent_kernels.errors import InvalidInputError, UnsupportedError
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
+from train_bridge.blocks import PackedSequences
+
+LENGTHS = {"cpu": [3, 131, 40], "cuda": [3, 2200, 40, 700, 129]}
+"""Contexts below and above top-k, around the window and around whole windows of the compressor."""
+
+
+@pytest.fixture(params=PROGRAMS)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=BLOCKS)
+def case(request: pytest.FixtureRequest, device: str) -> BlockCase:
+    return BlockCase.make(request.param, device)
+
+
+def trained(
+    case: BlockCase, lengths: list[int], hidden: torch.Tensor
+) -> tuple[torch.Tensor, PackedSequences]:
+    sequences = PackedSequences.from_lengths(lengths, case.device)
+    with torch.no_grad():
+        return case.trainer()(hidden, sequences), sequences
+
+
+def test_block_train_equals_infer(case: BlockCase, device: str) -> None:
+    """One prefill, chunks that differ by request, and decode behind a prefill; padded rows."""
+    lengths = LENGTHS[device]
+    hidden = case.hidden(sum(lengths))
+    expected, sequences = trained(case, lengths, hidden)
+    assert bool(expected.isfinite().all())
+    plans = {
+        "prefill": [[(i, 0, n) for i, n in enumerate(lengths)]],
+        "chunks": chunked(lengths, (2, 37, 16) if device == "cpu" else (2, 517, 16, 333)),
+        "decode": prefill_then_decode(lengths, 9),
+    }
+    for name, plan in plans.items():
+        out = case.engine(lengths).run(hidden, sequences, plan, padding=3)
+        assert_bitwise_equal(out, expected, name)
+
+
+def test_block_token_by_token_equals_train(case: BlockCase, device: str) -> None:
+    lengths = [21] if device == "cpu" else [150]
+    hidden = case.hidden(sum(lengths), seed=1)
+    expected, sequences = trained(case, lengths, hidden)
+    plan = [[(0, t, t + 1)] for t in range(lengths[0])]
+    assert_bitwise_equal(case.engine(lengths).run(hidden, sequences, plan), expected)
+
+
+def test_block_64_requests_equal_each_alone(case: BlockCase, device: str) -> None:
+    lengths = [1 + i % 5 + (30 if i % 32 == 5 else 0) for i in range(64)]
+    hidden = case.hidden(sum(lengths), seed=2)
+    expected, sequences = trained(case, lengths, hidden)
+    together = case.engine(lengths).run(hidden, sequences, prefill_then_decode(lengths, 3))
+    assert_bitwise_equal(together, expected)
+    for request in (0, 5, 63):
+        rows = slice(int(sequences.cu_seqlens[request]), int(sequences.cu_seqlens[request + 1]))
+        alone, _ = trained(case, [lengths[request]], hidden[rows])
+        assert_bitwise_equal(alone, expected[rows])
+
+
+def test_block_packing_moves_no_bit(case: BlockCase, device: str) -> None:
+    lengths = [19, 64, 5]
+    hidden = case.hidden(sum(lengths), seed=3)
+    whole, sequences = trained(case, lengths, hidden)
+    parts = hidden.split(lengths)
+    turned, _ = trained(case, lengths[::-1], torch.cat(parts[::-1]))
+    for ours, theirs in zip(whole.split(lengths), turned.split(lengths[::-1])[::-1], strict=True):
+        assert_bitwise_equal(ours, theirs)
+    assert int(sequences.cu_seqlens[-1]) == sum(lengths)
+
+
+def test_control_a_trainer_without_the_fp8_cache_differs(case: BlockCase, device: str) -> None:
+    from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
+
+    lengths = [33]
+    hidden = case.hidden(33, seed=4)
+    expected, _ = trained(case, lengths, hidden)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheFP8Function, "apply", lambda kv, layout, impl: kv)
+        other, _ = trained(case, lengths, hidden)
+    assert not bitwise_equal(other, expected)
+
+
+def test_control_one_selected_entry_less_differs() -> None:
+    """The selection reaches the output: a trainer that drops its last entry has other bits."""
+    case = BlockCase.make("v32", "cpu")
+    hidden = case.hidden(70, seed=5)
+    expected, _ = trained(case, [70], hidden)
+    params = dataclasses.replace(case.params, topk=case.params.topk - 1)
+    other, _ = trained(dataclasses.replace(case, params=params), [70], hidden)
+    assert not bitwise_equal(other[params.topk :], expected[params.topk :])
+    assert_bitwise_equal(other[: params.topk], expected[: params.topk])
+
+
+def test_block_gradients_reach_every_master(case: BlockCase, device: str) -> None:
+    lengths = [9, 140]
+    hidden = case.hidden(149, seed=6).requires_grad_()
+    block = case.trainer()
+    out = block(hidden, PackedSequences.from_lengths(lengths, device))
+    out.float().square().sum().backward()
+    assert bool(hidden.grad.isfinite().all())
+    for name, master in block.named_parameters():
+        assert not name.startswith("index_")
+        assert master.grad is not None, name
+        assert master.grad.dtype == torch.float32
+        assert bool(master.grad.isfinite().all()), name
+        assert bool(master.grad.abs().sum() > 0), name
+
+
+def test_block_rejects_bad_weights() -> None:
+    case = BlockCase.make("v32", "cpu")
+    case.weights["q_b"] = case.weights["q_b"][:-1]
+    with pytest.raises(InvalidInputError, match=r"weight 'q_b' must be \(160, 32\), got \(159"):
+        case.engine([3])
+    del case.weights["q_b"]
+    with pytest.raises(InvalidInputError, match=r"weight 'q_b' must be \(160, 32\), got absent"):
+        case.engine([3])
+    csa = BlockCase.make("v4-csa", "cpu").params
+    with pytest.raises(UnsupportedError, match="ratio 8 is not supported; supported: 1, 4, 128"):
+        dataclasses.replace(csa, ratio=8)

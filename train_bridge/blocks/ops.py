@@ -1,0 +1,97 @@
+"""The ops of a block with gradients: the engine's calls, wrapped in autograd Functions."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.blocks import BlockOps
+from consistent_kernels.compressor import CompressorParameters
+from consistent_kernels.rotary import RopeParameters
+from train_bridge.functions.compressor import CompressFunction, CompressorStateFunction
+from train_bridge.functions.grouped_linear import GroupedLinearFunction
+from train_bridge.functions.interleaved_rotary import InterleavedRotaryFunction
+from train_bridge.functions.linear import LinearFunction
+from train_bridge.functions.rms_norm import RMSNormFunction
+from train_bridge.functions.sparse_attention import SparseAttentionFunction
+
+
+class TrainableBlockOps(BlockOps):
+    """`BlockOps` whose results carry gradients to the masters and the inputs.
+
+    What only the indexer uses (`rotary`, `layer_norm`) has none: no gradient flows into it.
+    """
+
+    backward: str = "own"
+    """Of sparse attention: "own" or "cudnn"."""
+
+    def linear(
+        self, x: torch.Tensor, name: str, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """As `BlockOps.linear`."""
+        return LinearFunction.apply(
+            x,
+            self.weights[name],
+            None,
+            self.prepared(name, out_dtype),
+            self.programs.linear,
+            out_dtype,
+        )
+
+    def grouped_linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """As `BlockOps.grouped_linear`."""
+        return GroupedLinearFunction.apply(x, self.weights[name], self.programs.other)
+
+    def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
+        """As `BlockOps.rms_norm`."""
+        if name is None:
+            weight = torch.ones(x.shape[-1], dtype=self.dtype, device=x.device)
+        else:
+            weight = self.weights[name]
+        return RMSNormFunction.apply(x, weight, eps, self.programs.other)
+
+    def interleaved_rotary(
+        self,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        rope: RopeParameters,
+        inverse: bool = False,
+    ) -> torch.Tensor:
+        """As `BlockOps.interleaved_rotary`."""
+        return InterleavedRotaryFunction.apply(positions, x, rope, inverse, self.programs.other)
+
+    def compressor_state(
+        self, kv_score: torch.Tensor, name: str, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """As `BlockOps.compressor_state`."""
+        bias = self.weights[f"{name}_bias"]
+        return CompressorStateFunction.apply(kv_score, bias, positions, self.programs.other)
+
+    def compress(
+        self,
+        state: torch.Tensor,
+        name: str,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        rope: RopeParameters,
+        params: CompressorParameters,
+    ) -> torch.Tensor:
+        """As `BlockOps.compress`."""
+        weight = self.weights[f"{name}_norm"]
+        return CompressFunction.apply(
+            state, weight, rows, positions, rope, params, self.dtype, self.programs.other
+        )
+
+    def sparse_attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        scale: float,
+        d_v: int,
+        sinks: str | None = None,
+    ) -> torch.Tensor:
+        """As `BlockOps.sparse_attention`."""
+        values = None if sinks is None else self.weights[sinks]
+        return SparseAttentionFunction.apply(
+            q, kv, indices, values, scale, d_v, self.programs.attention, self.backward
+        )

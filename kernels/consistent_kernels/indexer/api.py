@@ -35,6 +35,9 @@ def _scores(
 ) -> torch.Tensor:
     count("indexer_scores", impl)
     if impl == "reference":
+        if bool(((starts < 0) | (ends > len(k))).any()):
+            given = f"{int(starts.min())} to {int(ends.max())}"
+            raise invalid("indexer_scores", "starts, ends", f"within 0 to {len(k)}", given)
         return indexer_scores_ref(q, weights, k, k_scale, starts, ends)
     if impl == "deep_gemm":
         from consistent_kernels.indexer.deep_gemm import indexer_scores_deep_gemm
@@ -57,9 +60,13 @@ def _scores_paged(
 ) -> torch.Tensor:
     count("indexer_scores_paged", impl)
     if impl == "reference":
+        bound = min(columns, block_table.shape[1] * cache.shape[1])
+        if len(q) and int(context_lens.max()) > bound:
+            given = int(context_lens.max())
+            raise invalid("indexer_scores_paged", "context_lens", f"at most {bound}", given)
         scores = torch.full((len(q), columns), float("-inf"), device=q.device)
         for row, length in enumerate(context_lens.tolist()):
-            place = torch.arange(min(length, columns), device=q.device)[None]
+            place = torch.arange(length, device=q.device)[None]
             k, k_scale = gather_indexer_k(
                 cache, place, requests[row : row + 1], block_table=block_table
             )
@@ -183,7 +190,7 @@ def indexer_scores(
         A score's bits depend on its query and its key alone; equal to `indexer_scores_paged`.
 
     Raises:
-        InvalidInputError: shape, dtype, layout or device.
+        InvalidInputError: shape, dtype, layout or device; with "reference" also a range outside k.
         UnsupportedError: unknown impl, or one that this machine cannot run.
         MissingBinaryError: "deep_gemm" without vLLM's CUDA wheel.
     """

@@ -39,6 +39,7 @@ def _write_kv_fp8(
 ) -> None:
     count("write_kv_fp8", impl)
     if impl == "reference":
+        _check_below("write_kv_fp8", "slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
         write_kv_fp8_ref(kv, cache, slot_mapping, LAYOUTS[layout], scale_format)
         return
     from consistent_kernels.kv_cache_fp8.triton import write_kv_fp8_fwd
@@ -58,12 +59,36 @@ def _gather_kv_fp8(
 ) -> None:
     count("gather_kv_fp8", impl)
     if impl == "reference":
+        _check_reach("gather_kv_fp8", cache, positions, requests, block_table, starts)
         args = (cache, positions, requests, block_table, starts, LAYOUTS[layout])
         out.copy_(gather_kv_fp8_ref(*args))
         return
     from consistent_kernels.kv_cache_fp8.triton import gather_kv_fp8_fwd
 
     gather_kv_fp8_fwd(cache, positions, requests, block_table, starts, out, LAYOUTS[layout])
+
+
+def _check_below(op: str, name: str, index: torch.Tensor, bound: int) -> None:
+    if index.numel() and int(index.max()) >= bound:
+        raise invalid(op, name, f"below {bound}", int(index.max()))
+
+
+def _check_reach(
+    op: str,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    requests: torch.Tensor,
+    block_table: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> None:
+    """Raise where an index points outside; reads values, so not for a GPU's step."""
+    places = block_table if block_table is not None else starts
+    _check_below(op, "requests", requests, len(places))
+    slots = cache.shape[0] * cache.shape[1]
+    if block_table is not None:
+        _check_below(op, "positions", positions, block_table.shape[1] * cache.shape[1])
+    reached = physical_slots(positions, requests, block_table, starts, cache.shape[1])
+    _check_below(op, "block_table" if starts is None else "starts", reached, slots)
 
 
 _LIBRARY.impl("write_kv_fp8", _write_kv_fp8, "CompositeExplicitAutograd")
@@ -144,7 +169,8 @@ def write_kv_fp8(
         A row's bytes depend on that row alone.
 
     Raises:
-        InvalidInputError: shape, dtype, layout or device.
+        InvalidInputError: shape, dtype, layout or device; with "reference" also a slot beyond the
+            cache (on a GPU that would cost a synchronization: there it is the caller's to hold).
         UnsupportedError: unknown impl or scale_format.
     """
     op = "write_kv_fp8"
@@ -203,7 +229,8 @@ def gather_kv_fp8(
         [R, K, width] bf16: `out`, or a new tensor.
 
     Raises:
-        InvalidInputError: shape, dtype, layout or device; both or neither of block_table, starts.
+        InvalidInputError: shape, dtype, layout or device; both or neither of block_table, starts;
+            with "reference" also an index out of range.
         UnsupportedError: unknown impl.
     """
     op = "gather_kv_fp8"

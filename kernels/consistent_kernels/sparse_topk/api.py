@@ -26,6 +26,12 @@ def _sparse_topk(
 ) -> torch.Tensor:
     count("sparse_topk", impl)
     if impl == "reference":
+        wrong = (starts < 0) | (ends < starts) | (ends > scores.shape[1])
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            given = f"{int(starts[row])}, {int(ends[row])} in row {row}"
+            expected = f"0 <= start <= end <= {scores.shape[1]}"
+            raise invalid("sparse_topk", "starts, ends", expected, given)
         return sparse_topk_ref(scores, starts, ends, k)
     from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
 
@@ -90,7 +96,8 @@ def sparse_topk(
         Integer arithmetic on the bits of the scores: one answer, whatever the schedule.
 
     Raises:
-        InvalidInputError: shape, dtype, layout or device.
+        InvalidInputError: shape, dtype, layout or device; with "reference" also a range outside
+            the scores ("triton" cuts it to them, for a check would cost a synchronization).
         UnsupportedError: unknown impl.
     """
     op = "sparse_topk"

@@ -317,3 +317,30 @@ def test_kv_cache_fp8_rejects_bad_inputs() -> None:
         gather_kv_fp8(
             cache, positions, slots[:1], layout=V32, impl="reference", starts=slots, out=kv
         )
+
+
+def test_kv_cache_fp8_rejects_indices_out_of_range() -> None:
+    cache = new_cache(2, 16, V32, "cpu")
+    kv = torch.zeros(1, 576, dtype=torch.bfloat16)
+    zero = int32([0], "cpu")
+    with pytest.raises(InvalidInputError, match="slot_mapping must be below 32, got 32"):
+        write_kv_fp8(kv, cache, int32([32], "cpu"), layout=V32, impl="reference")
+
+    def gather(position: int, request: int = 0, **places: torch.Tensor) -> None:
+        gather_kv_fp8(
+            cache,
+            int32([[position]], "cpu"),
+            int32([request], "cpu"),
+            layout=V32,
+            impl="reference",
+            **places,
+        )
+
+    with pytest.raises(InvalidInputError, match="positions must be below 16, got 16"):
+        gather(16, block_table=zero[None])
+    with pytest.raises(InvalidInputError, match="requests must be below 1, got 1"):
+        gather(0, request=1, starts=zero)
+    with pytest.raises(InvalidInputError, match="block_table must be below 32, got 35"):
+        gather(3, block_table=int32([[2]], "cpu"))
+    with pytest.raises(InvalidInputError, match="starts must be below 32, got 40"):
+        gather(10, starts=int32([30], "cpu"))

@@ -166,5 +166,7 @@ def test_sparse_topk_rejects_bad_inputs() -> None:
         sparse_topk(
             scores, *bounds, 4, impl="reference", tickets=sparse_topk_tickets(1, scores.device)
         )
+    with pytest.raises(InvalidInputError, match="start <= end <= 8, got 0, 9 in row 1"):
+        sparse_topk(scores, *borders((0, 8), (0, 9)), 4, impl="reference")
     with pytest.raises(UnsupportedError, match="supported: reference, triton"):
         sparse_topk(scores, *bounds, 4, impl="cuda")

@@ -302,6 +302,7 @@ def experts_bwd(
     *,
     limit: float | None = None,
     needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    grad_x_dtype: torch.dtype | None = None,
     impl: str,
 ) -> Grads:
     """Gradients of `experts`; all implementations use PyTorch's GEMMs with fp32 accumulation.
@@ -312,9 +313,10 @@ def experts_bwd(
     Args:
         grad_out: [T, H], dtype of x, also the gradient of `shared`; the rest as in `experts`.
         needs: which of (x, w13, w2, topk_weights) want a gradient.
+        grad_x_dtype: of the first result; that of x by default.
 
     Returns:
-        (grad_x [T, H] in the dtype of x, grad_w13 and grad_w2 fp32, grad_weights [T, K] fp32), None
+        (grad_x [T, H], grad_w13 and grad_w2 fp32, grad_weights [T, K] fp32), None
         where not needed.
     """
     op = "experts_bwd"
@@ -329,4 +331,6 @@ def experts_bwd(
             f"{x.dtype} of shape {shape}",
             f"{grad_out.dtype} of shape {tuple(grad_out.shape)}",
         )
-    return experts_bwd_ref(grad_out, x, w13, w2, topk_ids, topk_weights, limit, needs)
+    grads = experts_bwd_ref(grad_out, x, w13, w2, topk_ids, topk_weights, limit, needs)
+    grad_x = None if grads[0] is None else grads[0].to(grad_x_dtype or x.dtype)
+    return grad_x, *grads[1:]

@@ -50,7 +50,10 @@ def experts_bwd_ref(
     limit: float | None,
     needs: tuple[bool, bool, bool, bool],
 ) -> Grads:
-    """See `consistent_kernels.experts.api.experts_bwd`; intermediate results are recomputed."""
+    """See `consistent_kernels.experts.api.experts_bwd`; grad_x comes in fp32.
+
+    Intermediate results are recomputed.
+    """
     tokens, slots = ids.shape
     order, counts = sorted_rows(ids, w13.shape[0])
     token = order // slots
@@ -80,11 +83,10 @@ def experts_bwd_ref(
         if grad_x is not None:
             grad_x[order[part]] = product(grad_gate_up, gate_up)
     if grad_x is not None:
-        per_slot = grad_x.view(tokens, slots, -1)
+        per_slot = grad_x.view(tokens, slots, x.shape[1])
         grad_x = per_slot[:, 0].clone()
         for slot in range(1, slots):
             grad_x += per_slot[:, slot]
-        grad_x = grad_x.to(dtype)
     return (
         grad_x,
         grad_w13,

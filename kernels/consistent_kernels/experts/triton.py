@@ -26,7 +26,7 @@ _ROW_ELEMENTS = 16
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit", "slots"])
 def _grouped_linear_fwd_kernel(
     x_ptr,  # rows of K, row stride x_stride, a multiple of 16
     w_ptr,  # [E, N, K], or [E, 2 N, K] when GATED
@@ -39,8 +39,8 @@ def _grouped_linear_fwd_kernel(
     x_stride,
     y_stride,
     limit,
+    slots,
     K: tl.constexpr,
-    SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -60,7 +60,7 @@ def _grouped_linear_fwd_kernel(
     inner = tl.arange(0, BLOCK_K)
     # The first GEMM reads tokens and writes places; the second reads places and writes (token,
     # slot) rows.
-    source = flat // SLOTS if GATED else place
+    source = flat // slots if GATED else place
     target = place if GATED else flat
     x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
     w_rows = w_ptr + columns.to(tl.int64)[:, None] * K
@@ -154,8 +154,8 @@ def launch(
         x.stride(0),
         y.stride(0),
         0.0 if limit is None else limit,
+        slots,
         K=weight.shape[2],
-        SLOTS=slots,
         GATED=gated,
         HAS_LIMIT=limit is not None,
         BLOCK_M=tile.block_m,

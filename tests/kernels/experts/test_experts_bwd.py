@@ -146,6 +146,16 @@ def test_experts_bwd_gives_unused_experts_zero(impl_device: tuple[str, str]) -> 
     assert not bool(grad_w13[-1].any() | grad_w2[-1].any())
 
 
+def test_experts_bwd_of_no_rows(impl_device: tuple[str, str]) -> None:
+    # A rank without tokens takes part in expert parallelism all the same.
+    impl, device = impl_device
+    given = case("tiny", 0, impl, device)
+    grad = torch.empty((0, 64), dtype=torch.bfloat16, device=device)
+    grad_x, grad_w13, grad_w2, _ = experts_bwd(grad, **given, impl=impl)
+    assert grad_x.shape == (0, 64)
+    assert not bool(grad_w13.any() | grad_w2.any())
+
+
 def test_experts_bwd_rejects_bad_inputs() -> None:
     given = case("tiny", 3, "reference", "cpu")
     with pytest.raises(

@@ -86,14 +86,13 @@ def test_grouped_linear_cross_compiles(arch: int, gated: bool, tile: GroupedTile
 
     pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
     indices = ("order_ptr", "tile_expert_ptr", "tile_start_ptr", "tile_end_ptr")
-    numbers = dict.fromkeys(("N", "x_stride", "y_stride"), "i32") | {"limit": "fp32"}
+    numbers = dict.fromkeys(("N", "x_stride", "y_stride", "slots"), "i32") | {"limit": "fp32"}
     cubin = cross_compile(
         _grouped_linear_fwd_kernel,
         arch=arch,
         signature=pointers | dict.fromkeys(indices, "*i32") | numbers,
         constexprs={
             "K": 2048 if gated else 768,
-            "SLOTS": 8,
             "GATED": gated,
             "HAS_LIMIT": gated,
             "BLOCK_M": tile.block_m,

@@ -1,0 +1,200 @@
+"""Experts over 1, 2, 4 and 8 ranks have the bits of one process, whatever the order of arrival."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import expert_parallel_ranks as ranks
+import pytest
+import torch
+
+from consistent_kernels.errors import ConsistencyError, InvalidInputError, UnsupportedError
+from consistent_kernels.expert_parallel import (
+    ExpertPlacement,
+    dispatch,
+    expert_parallel_outputs,
+    give_back,
+)
+from consistent_kernels.expert_parallel.deep_ep import DeepEP
+from consistent_kernels.experts import experts_bwd, prepare_expert_weight
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
+
+CPU = pytest.param(("cpu", 8), id="gloo-8")
+CUDA = pytest.param(
+    ("cuda", 2),
+    id="nccl-2",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            torch.cuda.device_count() < 2, reason="NCCL between ranks needs two CUDA devices"
+        ),
+    ],
+)
+
+
+@pytest.fixture(scope="module", params=[CPU, CUDA])
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[int, list[dict[str, Any]]]]:
+    """(device, {ranks of a group: what each rank of all such groups computed})."""
+    device, world = request.param
+    folder = tmp_path_factory.mktemp(device)
+    done = subprocess.run(
+        [sys.executable, str(Path(ranks.__file__)), str(folder), device, str(world)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kept = [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+    return device, {size: [rank[size] for rank in kept] for size in kept[0]}
+
+
+def gathered(results: list[dict[str, Any]], size: int, name: str) -> list[torch.Tensor]:
+    """The rows of all ranks of each group, one tensor a group."""
+    groups = [results[i : i + size] for i in range(0, len(results), size)]
+    return [torch.cat([rank[name].cpu() for rank in group]) for group in groups]
+
+
+@pytest.mark.parametrize("name", ["contiguous", "masked", "shuffled"])
+def test_expert_parallel_equals_one_rank(run: tuple[str, dict], name: str) -> None:
+    device, by_size = run
+    expected = ranks.on_one_rank(device).cpu()
+    assert set(by_size) == ({1, 2, 4, 8} if device == "cpu" else {1, 2})
+    for size, results in by_size.items():
+        for out in gathered(results, size, name):
+            assert_bitwise_equal(out, expected, f"{size} ranks, {name}")
+
+
+def test_expert_parallel_train_equals_infer_across_sizes(run: tuple[str, dict]) -> None:
+    # The trainer's forward on any number of ranks has the bits of an engine's on any other.
+    _, by_size = run
+    engine_size = 2
+    engine = gathered(by_size[engine_size], engine_size, "contiguous")[0]
+    for size, results in by_size.items():
+        for out in gathered(results, size, "trained"):
+            assert_bitwise_equal(out, engine, f"trainer on {size} ranks, engine on {engine_size}")
+
+
+def test_expert_parallel_grad_matches_one_process(run: tuple[str, dict]) -> None:
+    device, by_size = run
+    given, impl = ranks.whole("cpu"), "reference"
+    w13, w2 = (
+        prepare_expert_weight(w, dtype=torch.bfloat16, impl=impl)
+        for w in ranks.masters(ranks.SHAPE, "cpu")
+    )
+    grad_x, grad_w13, grad_w2, grad_weights = experts_bwd(
+        given["grad"],
+        given["x"],
+        w13,
+        w2,
+        given["ids"],
+        given["weights"],
+        limit=ranks.LIMIT,
+        impl=impl,
+    )
+    routed = given["ids"] >= 0
+    expected = (grad_x, torch.where(routed, grad_weights, 0.0), given["grad"], grad_w13, grad_w2)
+    for size, results in by_size.items():
+        for first in range(0, len(results), size):
+            group = results[first : first + size]
+            for index, reference in enumerate(expected):
+                actual = torch.cat([rank["grads"][index].cpu() for rank in group])
+                # Both round the same intermediates; what is left is the order of fp32 sums and,
+                # on another device, bf16 values on the other side of a tie.
+                error = float((actual.float() - reference.float()).norm())
+                least = 2**-7 if device == "cuda" else 2**-9
+                assert error <= least * float(reference.float().norm()), (size, index)
+
+
+def test_control_summing_at_the_experts_rank_differs() -> None:
+    # What a combine that adds partial sums by rank does: the bits follow the number of ranks.
+    y = torch.randn((200, 8, 64), generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    weights = torch.rand((200, 8, 1), generator=torch.Generator().manual_seed(2))
+    terms = weights * y
+
+    def in_slots(values: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(values[:, 0])
+        for slot in range(values.shape[1]):
+            total += values[:, slot]
+        return total
+
+    two = in_slots(terms[:, ::2]).bfloat16() + in_slots(terms[:, 1::2]).bfloat16()
+    assert not bitwise_equal(two, in_slots(terms).bfloat16())
+
+
+def test_expert_parallel_notices_a_lost_row() -> None:
+    with pytest.raises(ConsistencyError, match="some lost or twice; the exchange is broken"):
+        ranks.lost_row()
+
+
+def test_placement_covers_every_expert_once() -> None:
+    for experts, world in ((8, 8), (11, 4), (256, 8), (5, 3)):
+        placement = ExpertPlacement(experts, world)
+        owners = placement.owners(torch.arange(experts)).tolist()
+        for rank in range(world):
+            mine = placement.experts(rank)
+            assert owners[mine] == [rank] * (mine.stop - mine.start)
+        assert sorted(owners) == owners
+        assert max(map(owners.count, owners)) - min(map(owners.count, owners)) <= 1
+
+
+class Alone:
+    """One rank: rows stay."""
+
+    rank, world_size = 0, 1
+
+    def deliver(self, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+class Reversed(Alone):
+    """One rank: rows arrive last to first."""
+
+    def deliver(self, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return rows.flip(0)
+
+
+def test_control_arrival_order_instead_of_the_slot_differs() -> None:
+    given, placement = ranks.whole("cpu"), ExpertPlacement(ranks.SHAPE.experts, 1)
+    x, ids = given["x"], given["ids"]
+    arrived = dispatch(x, ids, Reversed(), placement)
+    sent = x[(ids >= 0).nonzero()[:, 0]]
+    assert not bitwise_equal(arrived.values, sent), "rows in the order of arrival"
+    home = give_back(arrived, Reversed(), ids)
+    assert_bitwise_equal(home[ids >= 0], sent, "rows by token and slot")
+
+
+def test_expert_parallel_rejects_bad_inputs() -> None:
+    given, placement = ranks.whole("cpu"), ExpertPlacement(ranks.SHAPE.experts, 1)
+    x, ids = given["x"], given["ids"]
+    with pytest.raises(InvalidInputError, match="world_size must be between 1 and num_experts=4"):
+        ExpertPlacement(4, 5)
+    with pytest.raises(InvalidInputError, match=r"ids must be in \[-1, 11\), got 11 to 11"):
+        dispatch(x, torch.full_like(ids, 11), Alone(), placement)
+    with pytest.raises(InvalidInputError, match="placement must be for 1 ranks, got 2"):
+        dispatch(x, ids, Alone(), ExpertPlacement(11, 2))
+    with pytest.raises(InvalidInputError, match=r"ids must be \[37, K\] beside x"):
+        dispatch(x, ids[:5], Alone(), placement)
+    w13, w2 = (
+        prepare_expert_weight(w[:4], dtype=torch.bfloat16, impl="reference")
+        for w in ranks.masters(ranks.SHAPE, "cpu")
+    )
+    with pytest.raises(InvalidInputError, match=r"w13 must be of 11 experts \(0 to 10\), got 4"):
+        expert_parallel_outputs(
+            x, w13, w2, ids, exchange=Alone(), placement=placement, impl="reference"
+        )
+
+
+def test_deep_ep_is_refused_where_it_is_not_installed() -> None:
+    with pytest.raises(UnsupportedError, match=r"without the package deep_ep.*supported: AllToAll"):
+        DeepEP(None)

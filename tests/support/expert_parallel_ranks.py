@@ -1,0 +1,168 @@
+"""Experts on 1, 2, 4 and 8 ranks in one go: `python expert_parallel_ranks.py FOLDER DEVICE WORLD`.
+
+Forks WORLD processes (spawns them on CUDA). Groups of consecutive ranks share the experts; every
+group serves the same tokens, cut unevenly among its ranks, the last of which has none. Each rank
+writes what it computed to FOLDER.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from expert_cases import Shape, masters, routing, tokens
+
+from consistent_kernels.expert_parallel import (
+    AllToAll,
+    ExpertPlacement,
+    Travelled,
+    expert_parallel_experts,
+)
+from consistent_kernels.experts import experts, prepare_expert_weight
+from consistent_kernels.testing import hazard_activations
+from train_bridge.expert_parallel import ExpertParallel, ExpertParallelFunction
+
+SHAPE = Shape(11, 3, 72, 40)
+"""Experts that divide by no number of ranks."""
+TOKENS = 37
+LIMIT = 0.5
+
+
+def whole(device: str) -> dict[str, torch.Tensor]:
+    """All tokens, routed; the gradient of their result."""
+    ids, weights = routing(SHAPE, TOKENS, device, seed=2)
+    return {
+        "x": tokens(SHAPE, TOKENS, device, seed=1),
+        "ids": ids,
+        "weights": weights,
+        "shared": hazard_activations((TOKENS, SHAPE.hidden), seed=3, device=device),
+        "grad": hazard_activations((TOKENS, SHAPE.hidden), seed=4, device=device),
+    }
+
+
+def impl_of(device: str) -> str:
+    """The implementation to run there."""
+    return "triton" if device == "cuda" else "reference"
+
+
+def on_one_rank(device: str) -> torch.Tensor:
+    """The layer with all experts in one process, and no exchange."""
+    given = whole(device)
+    w13, w2 = (
+        prepare_expert_weight(w, dtype=torch.bfloat16, impl=impl_of(device))
+        for w in masters(SHAPE, device)
+    )
+    return experts(
+        given["x"],
+        w13,
+        w2,
+        given["ids"],
+        given["weights"],
+        given["shared"],
+        limit=LIMIT,
+        impl=impl_of(device),
+    )
+
+
+class Shuffled(AllToAll):
+    """An exchange whose rows arrive in another order every time."""
+
+    calls = 0
+
+    def deliver(self, rows: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+        """As AllToAll, shuffled."""
+        received = super().deliver(rows, destination)
+        self.calls += 1
+        generator = torch.Generator().manual_seed(1000 * self.rank + self.calls)
+        order = torch.randperm(received.shape[0], generator=generator)
+        return received[order.to(received.device)]
+
+
+def share_of(rank: int, world: int) -> slice:
+    """Tokens of a rank: uneven, and none for the last of several."""
+    if world == 1:
+        return slice(0, TOKENS)
+    cuts = [TOKENS * i * i // (world - 1) ** 2 for i in range(world)]
+    return slice(cuts[rank], cuts[rank + 1]) if rank < world - 1 else slice(TOKENS, TOKENS)
+
+
+def run_group(group: Any, device: str) -> dict[str, Any]:
+    """What one rank of one group computes."""
+    exchange, impl = AllToAll(group), impl_of(device)
+    placement = ExpertPlacement(SHAPE.experts, exchange.world_size)
+    mine = placement.experts(exchange.rank)
+    local = [w[mine].contiguous().requires_grad_() for w in masters(SHAPE, device)]
+    prepared = tuple(prepare_expert_weight(w, dtype=torch.bfloat16, impl=impl) for w in local)
+    part = share_of(exchange.rank, exchange.world_size)
+    given = {name: value[part].contiguous() for name, value in whole(device).items()}
+    forward = (given["x"], *prepared, given["ids"], given["weights"], given["shared"])
+    kept = {
+        layout: expert_parallel_experts(
+            *forward, exchange=exchange, placement=placement, limit=LIMIT, layout=layout, impl=impl
+        )
+        for layout in ("contiguous", "masked")
+    }
+    kept["shuffled"] = expert_parallel_experts(
+        *forward, exchange=Shuffled(group), placement=placement, limit=LIMIT, impl=impl
+    )
+    leaves = [given[name].requires_grad_() for name in ("x", "weights", "shared")]
+    parallel = ExpertParallel(Shuffled(group), placement)
+    trained = ExpertParallelFunction.apply(
+        leaves[0], *local, given["ids"], *leaves[1:], prepared, parallel, LIMIT, impl
+    )
+    trained.backward(given["grad"])
+    kept["trained"] = trained.detach()
+    kept["part"], kept["experts"] = part, mine
+    kept["grads"] = [leaf.grad for leaf in (*leaves, *local)]
+    return kept
+
+
+def rank_main(rank: int, folder: str, device: str, world: int) -> None:
+    """One process: every size of group that divides the world."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    results = {}
+    size = 1
+    while size <= world:
+        groups = [
+            dist.new_group(list(range(first, first + size))) for first in range(0, world, size)
+        ]
+        results[size] = run_group(groups[rank // size], device)
+        size *= 2
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def lost_row(rank: int = 0) -> None:
+    """An exchange that drops a row is noticed (called by a test in its own process)."""
+    from consistent_kernels.expert_parallel import dispatch, give_back
+
+    class Alone:
+        world_size = 1
+
+        def __init__(self) -> None:
+            self.rank = rank
+
+        def deliver(self, rows: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+            return rows[: len(destination)]
+
+    exchange, given = Alone(), whole("cpu")
+    placement = ExpertPlacement(SHAPE.experts, 1)
+    arrived = dispatch(given["x"], given["ids"], exchange, placement)
+    give_back(Travelled(arrived.values[1:], arrived.fields[1:]), exchange, given["ids"])
+
+
+if __name__ == "__main__":
+    target, kind, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    # A fork shares what was imported: eight interpreters would import for a minute.
+    method = "spawn" if kind == "cuda" else "fork"
+    mp.start_processes(rank_main, args=(target, kind, count), nprocs=count, start_method=method)

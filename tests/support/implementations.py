@@ -28,13 +28,14 @@ def _has_deep_gemm() -> bool:
         return False
 
 
+HAS_DEEP_GEMM = _has_deep_gemm()
 DEEP_GEMM_CUDA = pytest.param(
     ("deep_gemm", "cuda"),
     id="deep_gemm-cuda",
     marks=[
         pytest.mark.gpu,
         pytest.mark.skipif(
-            not _has_deep_gemm(), reason="needs Hopper or Blackwell and vLLM's CUDA wheel"
+            not HAS_DEEP_GEMM, reason="needs Hopper or Blackwell and vLLM's CUDA wheel"
         ),
     ],
 )

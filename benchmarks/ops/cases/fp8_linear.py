@@ -9,7 +9,9 @@ import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
+from consistent_kernels.deep_gemm_start import prepare
 from consistent_kernels.fp8_linear import fp8_linear, warm_up
+from consistent_kernels.fp8_linear.deep_gemm import Fp8GemmShape
 from consistent_kernels.fp8_linear.spec import IMPLEMENTATIONS, quantization_of
 from consistent_kernels.quantization import quantize_weight
 
@@ -27,6 +29,10 @@ _REASONS = {
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Quantization of x and GEMM together, at every batch size."""
+    if setting.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        rows = max(setting.rows())
+        prepare((Fp8GemmShape(n, k, rows, _SCALE_FORMAT) for n, k in _SHAPES), device)
     for n, k in ((128, 256),) if setting.small else _SHAPES:
         master = setting.normal(n, k, seed=n, scale=0.05)
         x = setting.hazards(max(setting.rows()), k, seed=k)

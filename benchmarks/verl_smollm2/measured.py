@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 
-@hydra.main(config_path=None, config_name="ppo_trainer", version_base=None)
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
     """Train with verl's synchronous trainer and measure."""
     from verl.trainer.main_ppo import run_ppo

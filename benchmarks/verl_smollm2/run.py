@@ -110,12 +110,13 @@ def print_line(text: str) -> None:
 
 def stock_overrides(overrides: list[str]) -> list[str]:
     """Return the recipe as overrides of verl's ppo_trainer, without what is ours."""
-    from hydra import compose, initialize_config_dir
+    from hydra import compose, initialize_config_dir, initialize_config_module
     from omegaconf import OmegaConf
 
     with initialize_config_dir(str(RECIPE), version_base=None):
-        recipe = OmegaConf.to_container(compose(RECIPE.name, overrides=overrides))
-        base = OmegaConf.to_container(compose("ppo_trainer"))
+        recipe = OmegaConf.to_container(compose(RECIPE.name, overrides=overrides), resolve=True)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        base = OmegaConf.to_container(compose("ppo_trainer"), resolve=True)
     before, after = dict(leaves(base)), dict(leaves(recipe))
     return [
         f"++{key}={json.dumps(value)}"
@@ -144,7 +145,7 @@ def command(run: str, overrides: list[str]) -> list[str]:
             f"--config-name={RECIPE.name}",
             *overrides,
         ]
-    stock = [sys.executable, str(HERE / "measured.py"), "--config-dir=pkg://verl.trainer.config"]
+    stock = [sys.executable, str(HERE / "measured.py")]
     return [*stock, *stock_overrides(overrides), *STOCK]
 
 

@@ -6,22 +6,32 @@ Every override of `verl.trainer.main_ppo` works. `--config-name` picks one of
 
 from __future__ import annotations
 
+import sys
+
 import hydra
 from omegaconf import DictConfig
+
+from consistent_kernels.errors import ConfigurationError
 
 
 @hydra.main(config_path="config", config_name="true_on_policy_grpo_fsdp", version_base=None)
 def main(config: DictConfig) -> None:
-    """Refuse what would break the equality, all reasons at once; then train."""
+    """Refuse what would break the equality, all reasons at once, with exit code 2; then train."""
+    from train_bridge.verl.preflight import check
+
+    try:
+        check(config)
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from None
+
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from train_bridge.verl.preflight import check
     from train_bridge.verl.task_runner import TrueOnPolicyTaskRunner
 
-    check(config)
     auto_set_device(config)
     validate_config(
         config=config,

@@ -27,7 +27,8 @@ from train_bridge.verl.comparison import (
 )
 from train_bridge.verl.workers import ConsistentActorRolloutRefWorker
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("verl.true_on_policy")
+# A child of verl's logger: libraries silence the root logger in verl's driver process.
 
 MODE = "true_on_policy"
 """`trainer.v1.trainer_mode` that selects the trainer that stops at a mismatch."""

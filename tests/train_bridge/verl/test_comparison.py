@@ -10,38 +10,12 @@ from typing import Any
 import pytest
 import torch
 from typer.testing import CliRunner
+from verl_step import KEYS, flipped, step
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
 from train_bridge.verl.capture import read_capture
 from train_bridge.verl.comparison import MismatchPolicy, capture_of, compare_step, react
 from vllm_consistent.cli.main import app
-
-KEYS = ["a_0_0", "a_1_0", "b_0_0"]
-LENGTHS = [(3, 4), (3, 2), (5, 3)]
-
-
-def step(**changes: Any) -> dict[str, torch.Tensor]:
-    """Three samples of different lengths, equal on both sides."""
-    torch.manual_seed(0)
-
-    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    log_probs = [-torch.rand(response) for _, response in LENGTHS]
-    fields = {
-        "input_ids": jagged([torch.arange(p + r) + 10 for p, r in LENGTHS]),
-        "position_ids": jagged([torch.arange(p + r) for p, r in LENGTHS]),
-        "responses": jagged([torch.arange(p, p + r) + 10 for p, r in LENGTHS]),
-        "response_mask": jagged([torch.ones(r, dtype=torch.int64) for _, r in LENGTHS]),
-        "rollout_log_probs": jagged(log_probs),
-        "old_log_probs": jagged([row.clone() for row in log_probs]),
-    }
-    return fields | changes
-
-
-def flipped(fields: dict[str, torch.Tensor], sample: int, position: int) -> None:
-    row = fields["old_log_probs"].unbind()[sample]
-    row.view(torch.int32)[position] ^= 1
 
 
 def test_comparison_of_equal_log_probs_passes() -> None:

@@ -1,0 +1,67 @@
+"""Draws metrics.jsonl of run.py: mismatch, KL and reward of both runs, a picture for docs/.
+
+python benchmarks/verl_smollm2/plot.py METRICS.jsonl docs/verl_smollm2_h200.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+COLORS = {"consistent": "#1b7837", "stock": "#b2182b"}
+LABELS = {"consistent": "this project", "stock": "stock verl and vLLM"}
+PANELS = (
+    ("true_on_policy/mismatched_tokens", "log-probs that differ, % of tokens"),
+    ("true_on_policy/logprob_abs_diff_max", "largest |difference| of log-probs"),
+    ("true_on_policy/k3_kl", "k3 KL, rollout to trainer"),
+    ("critic/score/mean", "share of right answers"),
+)
+
+
+def read(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return entries by run, in step order; steps without a comparison are left out."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        if "true_on_policy/num_tokens" in entry:
+            runs.setdefault(entry["run"], []).append(entry)
+    return runs
+
+
+def series(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return steps and values; mismatches as a share of the tokens compared."""
+    steps = [entry["step"] for entry in entries]
+    values = [entry[name] for entry in entries]
+    if name.endswith("mismatched_tokens"):
+        totals = [entry["true_on_policy/num_tokens"] for entry in entries]
+        values = [100 * value / total for value, total in zip(values, totals, strict=True)]
+    return steps, values
+
+
+def main(source: Path, target: Path) -> None:
+    """Write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = read(source)
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
+    for axis, (name, title) in zip(axes.flat, PANELS, strict=True):
+        for run, entries in runs.items():
+            steps, values = series(entries, name)
+            axis.plot(steps, values, color=COLORS[run], label=LABELS[run], marker=".")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("GRPO step", fontsize=9)
+        axis.grid(alpha=0.3)
+        if name.endswith(("k3_kl", "abs_diff_max")):
+            axis.set_yscale("symlog", linthresh=1e-9)
+    axes.flat[0].legend(fontsize=9)
+    figure.suptitle("SmolLM2-135M-Instruct, verl GRPO on sums, one H200", fontsize=11)
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

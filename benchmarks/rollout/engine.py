@@ -11,9 +11,11 @@ import numpy as np
 
 from benchmarks.rollout.process import serve
 from benchmarks.rollout.samples import Sample
-from benchmarks.rollout.works import DECODE, FIRST_TOKEN
+from benchmarks.rollout.works import DECODE, FIRST_TOKEN, PROFILE_TOKENS
 
 _TOP_KERNELS = 40
+_STEPS_IN_FLIGHT = 8
+"""Asynchronous scheduling may still hold a step of requests that are finished."""
 
 
 class Engine:
@@ -47,8 +49,8 @@ class Engine:
         self, prompts: list[list[int]], tokens: int, measure: str, cached: bool
     ) -> dict[str, Any]:
         """Sample and time; return the value in the measure's unit, seconds and the samples."""
-        if not cached and not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
+        if not cached:
+            self._forget_pages()
         gc.collect()
         begin = time.perf_counter()
         if measure == FIRST_TOKEN:
@@ -67,6 +69,13 @@ class Engine:
             last = max(output.metrics.last_token_ts for output in outputs)
             value = len(prompts) * (tokens - 1) / (last - first)
         return {"value": value, "seconds": seconds, "samples": [_sample(o) for o in outputs]}
+
+    def _forget_pages(self) -> None:
+        for _ in range(_STEPS_IN_FLIGHT):
+            if self.llm.reset_prefix_cache():
+                return
+            self.llm.llm_engine.step()
+        raise RuntimeError("the prefix cache could not be reset: requests are running")
 
     def _generate(self, prompts: list[list[int]], tokens: int) -> list[Any]:
         requests = [{"prompt_token_ids": ids} for ids in prompts]
@@ -119,7 +128,7 @@ class Engine:
         from torch.profiler import ProfilerActivity, profile
 
         core = self.llm.llm_engine
-        params = self._params(2 * steps + 16)
+        params = self._params(PROFILE_TOKENS)
         names = [f"profile-{index}" for index in range(len(prompts))]
         for name, ids in zip(names, prompts, strict=True):
             core.add_request(name, {"prompt_token_ids": ids}, params)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.record import ROOT
 from consistent_kernels.errors import ConsistencyError
 
 _LOG_LINES = 40
@@ -47,7 +48,10 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                cwd=ROOT,
+                # A group, so that `close` reaches its children; no session of its own, so that
+                # whoever ends ours ends it too.
+                process_group=0,
             )
         theirs.close()
 
@@ -106,7 +110,8 @@ def serve(handler: object) -> None:
         try:
             method, arguments = pipe.recv()
         except EOFError:
-            return
+            sys.stderr.flush()
+            os._exit(0)  # an engine's own teardown takes long; the driver frees its memory
         try:
             answer = (True, getattr(handler, method)(**arguments))
         except Exception:

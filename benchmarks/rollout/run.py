@@ -35,10 +35,11 @@ from vllm_consistent.cli import exit_codes
 KEY = ("work", "variant")
 """Rows of equal values here replace each other in a result file."""
 
-_ENGINE_OVERHEAD = 7 << 30
+_ENGINE_OVERHEAD = 5 << 30
 """Bytes of an engine beside weights and pages: activations, graphs, workspaces, context."""
 
 _MEMORY_SHARE = 0.97
+_CHECKPOINT_ROOM = 40 << 30
 
 app = typer.Typer(add_completion=False)
 
@@ -294,5 +295,7 @@ def main(
 
 
 def _roomy() -> str | None:
-    """Return a memory-backed folder where there is one: checkpoints are read from there fastest."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    """Return a memory-backed folder with room: checkpoints are read from there fastest."""
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > _CHECKPOINT_ROOM
+    return str(shared) if roomy else None

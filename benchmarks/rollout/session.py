@@ -21,7 +21,7 @@ from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import Process, ProcessError
 from benchmarks.rollout.samples import Comparison, Sample, compare, enough
 from benchmarks.rollout.variants import STOCK, Variant
-from benchmarks.rollout.works import Work
+from benchmarks.rollout.works import PROFILE_TOKENS, Work
 from consistent_kernels.errors import ConsistencyError
 
 LEAST_LOGPROB = -3.0
@@ -106,8 +106,8 @@ class Result:
 
 def engine_arguments(works: Sequence[Work], model: Checkpoint, device: str) -> dict[str, Any]:
     """Return the arguments of every engine of the works' model."""
-    longest = max(work.longest() for work in works)
-    tokens = max(work.pages_tokens() for work in works)
+    longest = max(work.longest() for work in works) + PROFILE_TOKENS
+    tokens = max(longest, *(work.pages_tokens() for work in works))
     blocks = -(-tokens // _BLOCK) + max(work.requests for work in works) + 64
     arguments: dict[str, Any] = {
         "dtype": "bfloat16",

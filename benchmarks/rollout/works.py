@@ -9,6 +9,9 @@ from benchmarks.rollout.prompts import PromptSource
 from consistent_kernels.errors import UnsupportedError
 
 THROUGHPUT, DECODE, FIRST_TOKEN = "throughput", "decode", "first token"
+PROFILE_TOKENS = 96
+"""New tokens of each request of a profile; most are decoded while the last prompts are read."""
+
 UNITS = {THROUGHPUT: "tokens/s", DECODE: "tokens/s", FIRST_TOKEN: "ms"}
 
 
@@ -60,7 +63,7 @@ class Work:
         timed = self.requests * (self.prompt[1] + self.new_tokens)
         if self.measure == THROUGHPUT:  # lengths average out over many requests
             mean = (self.prompt[0] + self.prompt[1]) / 2 + self.new_tokens
-            timed = int(1.1 * self.requests * mean) + self.prompt[1]
+            timed = int(1.03 * self.requests * mean) + self.prompt[1]
         parity = self.parity[0] * (self.prompt[1] + self.parity[1]) if self.parity else 0
         return max(timed, parity, self.longest())
 

@@ -126,6 +126,7 @@ def _writes(setting: Setting) -> Iterator[Case]:
     blocks = rows // _BLOCK + 2
     shape = (blocks, _BLOCK, params.num_kv_heads, params.head_dim)
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(setting.device)
+    scale = torch.ones(1, device=setting.device)
     for impl in setting.implementations(IMPLEMENTATIONS):
         for m in setting.rows():
             caches = [torch.zeros(shape, dtype=k.dtype, device=setting.device) for _ in range(2)]
@@ -136,7 +137,7 @@ def _writes(setting: Setting) -> Iterator[Case]:
                 impl=impl,
                 ours=ours,
                 stock=functools.partial(
-                    _stock_write, setting.device, k[:m], v[:m], *caches, slots[:m]
+                    _stock_write, setting.device, k[:m], v[:m], *caches, slots[:m], scale
                 ),
                 relations=functools.partial(
                     _written, ours, [(k[:m], caches[0]), (v[:m], caches[1])], slots[:m]
@@ -305,6 +306,7 @@ def _stock_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    scale: torch.Tensor,
 ) -> None:
     if device == "cpu":
         k_cache.flatten(0, 1)[slots] = k
@@ -312,5 +314,4 @@ def _stock_write(
         return
     from vllm import _custom_ops
 
-    scale = torch.ones(1, device=k.device)
     _custom_ops.reshape_and_cache_flash(k, v, k_cache, v_cache, slots, "auto", scale, scale)

@@ -15,15 +15,19 @@ SPEC = OpSpec(
     },
 )
 
-NUM_WARPS = 4
-"""Triton: 128 threads a row. Pinned because the layout of the pair tree follows it."""
+LANES = 256
+"""Triton: columns LANES apart are added in ascending order, then the lanes by a halving tree."""
+
+NUM_WARPS = 1
+"""Triton: one warp a row, so that the tree needs no barrier."""
 
 _SCHEDULES = {
     "reference": (("reference.py",), {"tree": "halving, zero-padded to a power of two"}),
     "triton": (
         ("triton.py",),
         {
-            "tree": "halving, zero-padded to a power of two",
+            "tree": "lanes ascending, then halving",
+            "lanes": LANES,
             "contraction": False,
             "num_warps": NUM_WARPS,
         },

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
-from consistent_kernels.rms_norm.spec import NUM_WARPS
+from consistent_kernels.rms_norm.spec import LANES, NUM_WARPS
 from consistent_kernels.triton_tree import halving_tree_sum
 
 
@@ -23,25 +23,38 @@ def _rms_norm_fwd_kernel(
     residual_stride,
     eps,
     H: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     LEVELS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < H
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
-        total = (x + residual.to(tl.float32)).to(y_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * H + columns, total, mask=inside)
-        x = total.to(tl.float32)
-    square_sum = halving_tree_sum(x * x, BLOCK, LEVELS)
-    mean = tl.div_rn(square_sum, tl.full((1,), H, tl.float32))
+    lane = tl.arange(0, LANES)
+    dtype = y_ptr.dtype.element_ty
+    squares = tl.zeros((LANES,), tl.float32)
+    for first in tl.static_range(0, H, LANES):
+        columns = first + lane
+        inside = columns < H
+        x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            other = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
+            total = (x + other.to(tl.float32)).to(dtype)
+            tl.store(sum_ptr + row * H + columns, total, mask=inside)
+            x = total.to(tl.float32)
+        squares += x * x
+    mean = tl.div_rn(halving_tree_sum(squares, LANES, LEVELS), tl.full((1,), H, tl.float32))
     rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    y = x * tl.broadcast_to(rstd, (BLOCK,)) * weight
-    tl.store(y_ptr + row * H + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    # Read again, from the cache: a row in registers would have to go through the tree in one piece,
+    # which compiles to a megabyte of code for H = 4096.
+    for first in tl.static_range(0, H, LANES):
+        columns = first + lane
+        inside = columns < H
+        x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            other = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
+            x = (x + other.to(tl.float32)).to(dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        y = x * tl.broadcast_to(rstd, (LANES,)) * weight
+        tl.store(y_ptr + row * H + columns, y.to(dtype), mask=inside)
 
 
 def rms_norm_fwd(
@@ -56,7 +69,7 @@ def rms_norm_fwd(
         (y [rows, H], s = round(x + residual) or None).
     """
     rows, size = x.shape
-    block = triton.next_power_of_2(size)
+    lanes = min(LANES, triton.next_power_of_2(size))
     x, weight = aligned_rows(x), aligned(weight)
     residual = aligned_rows(residual) if residual is not None else None
     y = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -72,8 +85,8 @@ def rms_norm_fwd(
             residual.stride(0) if residual is not None else x.stride(0),
             eps,
             H=size,
-            BLOCK=block,
-            LEVELS=block.bit_length() - 1,
+            LANES=lanes,
+            LEVELS=lanes.bit_length() - 1,
             HAS_RESIDUAL=residual is not None,
             num_warps=NUM_WARPS,
             # A product folded into a sum would round differently with and without a residual.

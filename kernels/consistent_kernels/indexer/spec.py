@@ -37,7 +37,7 @@ _FILES = {
 }
 _SHARED = {
     "reference": ("tree.py",),
-    "triton": ("triton_tree.py",),
+    "triton": ("triton_tree.py", "alignment.py"),
     "deep_gemm": ("vendored.py",),
 }
 

@@ -11,13 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.alignment import aligned
 from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
 from consistent_kernels.triton_tree import halving_tree_columns
 
 ENDLESS_PAGE = 1 << 30
 
 
-@triton.jit
+# One compiled form: what differs between pages and packed keys is not specialized on, and what
+# Triton does specialize on (pointers, page_size, page_bytes, out_stride) is a multiple of 16 in both.
+@triton.jit(
+    do_not_specialize=["columns", "table_stride", "page_scales"],
+    do_not_specialize_on_alignment=["table_ptr", "requests_ptr", "starts_ptr", "ends_ptr"],
+)
 def _indexer_scores_kernel(
     q_ptr,  # [T, HEADS, HEAD_DIM] e4m3 bytes, contiguous
     weights_ptr,  # [T, HEADS] fp32, contiguous
@@ -84,14 +90,14 @@ def _launch(
     out = torch.empty((tokens, stride), dtype=torch.float32, device=q.device)[:, :columns]
     if tokens and columns:
         _indexer_scores_kernel[(triton.cdiv(columns, KEY_TILE * TILES), tokens)](
-            q.contiguous().view(torch.uint8),
-            weights.contiguous(),
+            aligned(q.contiguous()).view(torch.uint8),
+            aligned(weights.contiguous()),
             k_bytes,
             k_scale,
             table,
-            requests,
-            starts,
-            ends,
+            requests.to(torch.int32),
+            starts.to(torch.int32),
+            ends.to(torch.int32),
             out,
             stride,
             columns,
@@ -122,8 +128,8 @@ def indexer_scores_fwd(
     return _launch(
         q,
         weights,
-        k.contiguous().view(torch.uint8),
-        k_scale.contiguous(),
+        aligned(k.contiguous()).view(torch.uint8),
+        aligned(k_scale.contiguous()),
         page_zero,
         requests,
         starts,

@@ -32,6 +32,9 @@ CHUNK = 8192
 KEYS_PER_WARP = 512
 """Triton: 16 keys a thread."""
 
+MAX_REGISTERS = 64
+"""Triton, rows of more than WIDTH scores: registers a thread."""
+
 _FILES = {"reference": ("reference.py",), "triton": ("triton.py",)}
 
 IMPLEMENTATIONS = tuple(_FILES)

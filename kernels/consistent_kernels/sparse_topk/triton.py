@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned_rows
-from consistent_kernels.sparse_topk.spec import CHUNK, KEYS_PER_WARP, WIDTH
+from consistent_kernels.sparse_topk.spec import CHUNK, KEYS_PER_WARP, MAX_REGISTERS, WIDTH
 
 # Below every key, NaN's included: a place outside the row's range.
 ABSENT = tl.constexpr(-(1 << 31))
@@ -65,20 +65,20 @@ def _chunk_keys(row_ptr, part, first, stop, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _probes(distance, count_low, count_high, k, turn):
-    """Two offsets in [1, distance - 1] at which to count next: only speed depends on them."""
-    if turn % 3 == 2:
-        lower = tl.maximum(distance // 3, 1)
-        upper = lower * 2
-    else:
-        # Where the k-th key lies if keys are spread evenly, with a margin on either side.
-        share = (count_low - k).to(tl.float32) / (count_low - count_high).to(tl.float32)
-        guess = (share * distance.to(tl.float32)).to(tl.uint32)
-        margin = tl.maximum(distance >> 4, 1)
-        lower = tl.where(guess > margin, guess - margin, 1)
-        upper = tl.where(guess < distance - margin, guess + margin, distance - 1)
-    lower = tl.minimum(lower, distance - 1)
-    return lower.to(tl.int32, bitcast=True), tl.maximum(upper, lower).to(tl.int32, bitcast=True)
+def _probes(distance, count_low, count_high, k):
+    """Two offsets in [1, distance - 1] at which to count next: only speed depends on them.
+
+    An eighth below and above the place of the k-th key if keys were spread evenly, but not in the
+    outer quarters, so that a step removes a quarter at least.
+    """
+    share = (count_low - k).to(tl.float32) / (count_low - count_high).to(tl.float32)
+    guess = (share * distance.to(tl.float32)).to(tl.uint32)
+    quarter = distance >> 2
+    guess = tl.minimum(tl.maximum(guess, quarter), distance - quarter)
+    margin = tl.maximum(distance >> 3, 1)
+    lower = tl.minimum(tl.maximum(guess - tl.minimum(margin, guess), 1), distance - 1)
+    upper = tl.minimum(tl.maximum(guess + margin, lower), distance - 1)
+    return lower.to(tl.int32, bitcast=True), upper.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -90,11 +90,10 @@ def _threshold(keys, k, low, high):
     """
     count_low = tl.sum((keys >= low).to(tl.int32), axis=0)
     count_high = tl.full((), 0, tl.int32)
-    turn = 0
     while (count_low != k) & (high != low + 1):
         # The distance may exceed int32; as an unsigned number it does not.
         distance = (high - low).to(tl.uint32, bitcast=True)
-        below, above = _probes(distance, count_low, count_high, k, turn)
+        below, above = _probes(distance, count_low, count_high, k)
         lower = low + below
         upper = low + above
         packed = tl.sum((keys >= lower).to(tl.int32) + ((keys >= upper).to(tl.int32) << 16), axis=0)
@@ -111,7 +110,6 @@ def _threshold(keys, k, low, high):
         else:
             high = lower
             count_high = count_lower
-        turn += 1
     return low, high, count_low
 
 
@@ -130,7 +128,9 @@ def _select(keys, k, low, high):
     return chosen, slot, low
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["columns"], do_not_specialize_on_alignment=["starts_ptr", "ends_ptr"]
+)
 def _sparse_topk_kernel(
     bits_ptr,  # [R, N] fp32 as int32, row stride stride; rows aligned to 16 bytes
     starts_ptr,  # [R]
@@ -310,5 +310,7 @@ def sparse_topk_fwd(
         CHUNK=CHUNK,
         TICKET_PAD=TICKET_PAD,
         num_warps=width // KEYS_PER_WARP,
+        # Two programs on a multiprocessor: one waits for memory while the other counts.
+        maxnreg=MAX_REGISTERS if levels else None,
     )
     return out

@@ -7,9 +7,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from indexer_cases import make_batch
 
 from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
+
+
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the Triton program needs a CUDA device"
+)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -72,3 +79,19 @@ def test_indexer_scores_interpreted_match_reference() -> None:
         check=False,
     )
     assert done.stdout.strip() == "same", done.stderr
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_indexer_scores_run_one_binary_in_every_phase() -> None:
+    from consistent_kernels.indexer.triton import _indexer_scores_kernel
+
+    cache = _indexer_scores_kernel.device_caches[torch.cuda.current_device()][0]
+    before = set(cache)
+    batch = make_batch((70, 1, 133), 32, "triton", device="cuda")
+    batch.packed()
+    batch.packed([7])
+    batch.paged()
+    batch.paged([203])
+    make_batch((40,), 32, "triton", device="cuda", block_size=16).paged(slice(3, 9))
+    assert len(set(cache) - before) == 1

@@ -20,8 +20,8 @@ def select(
     return sparse_topk(scores, starts, ends, k, impl=impl)
 
 
-@pytest.mark.parametrize("k", [1, 7, 64, 512, 2048])
-@pytest.mark.parametrize("columns", [1, 511, 2049, 9001, 40000])
+@pytest.mark.parametrize("k", [1, 512, 1500, 2048])
+@pytest.mark.parametrize("columns", [1, 2049, 9001, 40000])
 def test_sparse_topk_matches_reference(impl_device: tuple[str, str], columns: int, k: int) -> None:
     impl, device = impl_device
     scores = hazard_scores(3, columns, seed=columns + k, device=device)

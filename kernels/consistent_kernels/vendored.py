@@ -210,19 +210,18 @@ def _placeholder_parents() -> Iterator[None]:
 
 
 def _load_ops(name: str) -> Any:
+    path = find_binary(name).path
     import torch
 
-    file = Path(_LIBRARIES[name])
     with _lock:
         # A second load of one library under another path would register its operators twice.
-        if _mapped(file.name) is None:
-            path = find_binary(name).path
+        if _mapped(path.name) is None:
             try:
                 torch.ops.load_library(str(path))
             except OSError as error:
                 raise MissingBinaryError(
                     name,
-                    f"{file.name} does not load ({error.__cause__ or error})",
+                    f"{path.name} does not load ({error.__cause__ or error})",
                     path.parent,
                     "It needs the CUDA build of torch 2.11 and a CUDA driver",
                 ) from error

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
 from consistent_kernels.linear import linear, prepare_weight
+from consistent_kernels.linear.deep_gemm_start import GemmShape, prepare
 from consistent_kernels.linear.spec import IMPLEMENTATIONS
 
 OP = "linear"
@@ -26,7 +27,12 @@ _SMALL = {"qkv": (192, 128), "lm_head": (320, 128)}
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every projection at every batch size; lm_head with fp32 logits, as the sampler reads them."""
-    for name, (n, k) in (_SMALL if setting.small else _SHAPES).items():
+    shapes = _SMALL if setting.small else _SHAPES
+    if setting.device == "cuda":
+        rows = max(setting.rows())
+        wanted = [GemmShape(*shape, rows, name == "lm_head") for name, shape in shapes.items()]
+        prepare(wanted, torch.device("cuda", torch.cuda.current_device()))
+    for name, (n, k) in shapes.items():
         master = setting.normal(n, k, seed=n, scale=0.05)
         x = setting.hazards(max(setting.rows()), k, seed=k)
         out_dtype = torch.float32 if name == "lm_head" else None

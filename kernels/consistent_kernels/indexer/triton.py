@@ -19,7 +19,7 @@ ENDLESS_PAGE = 1 << 30
 
 
 # One compiled form: what differs between pages and packed keys is not specialized on, and what
-# Triton does specialize on (pointers, page_size, page_bytes, out_stride) is a multiple of 16 in both.
+# Triton specializes on (pointers, page_size, page_bytes, out_stride) is a multiple of 16 in both.
 @triton.jit(
     do_not_specialize=["columns", "table_stride", "page_scales"],
     do_not_specialize_on_alignment=["table_ptr", "requests_ptr", "starts_ptr", "ends_ptr"],

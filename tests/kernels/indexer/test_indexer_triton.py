@@ -13,7 +13,6 @@ from indexer_cases import make_batch
 from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
-
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the Triton program needs a CUDA device"
 )

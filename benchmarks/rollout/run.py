@@ -220,7 +220,8 @@ def main(
         list[str] | None, typer.Option(help="NAME=JSON, a further argument of every engine")
     ] = None,
     tiny_size: Annotated[
-        bool, typer.Option("--tiny", help="tiny models and works on a CPU, to test this command")
+        bool,
+        typer.Option("--tiny", help="tiny models and works, to test this command"),
     ] = False,
     commit: Annotated[
         str | None, typer.Option(help="hash of the sources, where this is no git checkout")
@@ -253,7 +254,7 @@ def main(
             pairs=0 if parity_only else pairs,
             warmups=warmups,
             parity_tokens=parity_tokens,
-            device="cpu" if tiny_size else "cuda",
+            device="cuda" if torch.cuda.is_available() else "cpu",
             engine_args=engine_options(engine_arg or ()),
             packed_tokens=16_384,
             environment=_environment(folder / "cache"),

@@ -362,6 +362,8 @@ class ModelSession:
             "mismatched_trainer": found.trainer,
             "stock_mismatched_tokens": control,
             "mean_logprob": found.mean_logprob,
+            "contract": (seat.started["report"] or {}).get("digest"),
+            "runner": (seat.started["report"] or {}).get("runner"),
             "start_seconds": {
                 "ours": seat.started["seconds"],
                 "stock": stock.started["seconds"],

@@ -69,15 +69,16 @@ class Setting:
     def work(self, layers: int) -> str:
         """Name of the row."""
         kept = ", recomputed activations" if self.recompute else ""
+        name = "Qwen3-8B shape" if self.shape == MODELS[_MODEL] else "tiny"
         return (
-            f"Qwen3-8B shape, {layers} layers, {self.sequences} x {self.length:,} packed tokens, "
+            f"{name}, {layers} layers, {self.sequences} x {self.length:,} packed tokens, "
             f"forward + backward{kept}"
         )
 
 
 def fitting_layers(setting: Setting, batch: Batch, clock: Clock) -> int:
     """Return how many layers fit, from the peaks of one and two layers of both sides."""
-    if setting.device == "cpu":
+    if setting.device == "cpu" or setting.shape != MODELS[_MODEL]:
         return setting.shape.num_hidden_layers
     peaks = []
     for layers in (1, 2):
@@ -224,7 +225,7 @@ def main(
     pairs: Annotated[int, typer.Option(min=2, help="timed rounds")] = 5,
     warmups: Annotated[int, typer.Option(min=0, help="rounds before them")] = 1,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="a tiny model on a CPU, to test this command")
+        bool, typer.Option("--tiny", help="a tiny model, also on a CPU, to test this command")
     ] = False,
     commit: Annotated[
         str | None, typer.Option(help="hash of the sources, where this is no git checkout")
@@ -252,7 +253,7 @@ def main(
         raise typer.Exit(exit_codes.USAGE) from error
     setting = Setting(
         shape=(TINY_MODELS if tiny else MODELS)[_MODEL],
-        device="cpu" if tiny else "cuda",
+        device="cuda" if torch.cuda.is_available() else "cpu",
         sequences=2 if tiny else sequences,
         length=33 if tiny else length,
         pairs=pairs,

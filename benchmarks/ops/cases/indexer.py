@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
-from consistent_kernels.indexer import indexer_scores, indexer_scores_paged
+from consistent_kernels.indexer import indexer_schedule, indexer_scores, indexer_scores_paged
 from consistent_kernels.indexer.spec import IMPLEMENTATIONS
 from consistent_kernels.kv_cache_fp8 import INDEXER, gather_indexer_k, new_cache
 from consistent_kernels.testing import assert_bitwise_equal
@@ -60,11 +60,14 @@ def _decode(setting: Setting, rows: int, length: int, heads: int) -> Iterator[Ca
     lens = torch.full_like(requests, length)
     for impl in setting.implementations(IMPLEMENTATIONS):
         run = functools.partial(_paged, q, weights, cache, table, requests, lens, length, impl)
+        # A step's schedule serves all layers, as in vLLM.
+        schedule = indexer_schedule(lens, impl=impl)
+        step = functools.partial(_step, q, weights, cache, table, lens, schedule, length, impl)
         yield Case(
             op="indexer_scores_paged",
             shape=f"decode rows={rows} keys={length} H={heads}",
             impl=impl,
-            ours=functools.partial(run, slice(0, rows)),
+            ours=step,
             stock=_stock_decode(q, weights, cache, table, lens, length),
             relations=functools.partial(
                 _paged_is_packed, run, rows, q, weights, cache, table, impl
@@ -107,6 +110,21 @@ def _paged(
 ) -> torch.Tensor:
     return indexer_scores_paged(
         q[rows], weights[rows], cache, table, requests[rows], lens[rows], columns=columns, impl=impl
+    )
+
+
+def _step(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lens: torch.Tensor,
+    schedule: torch.Tensor | None,
+    columns: int,
+    impl: str,
+) -> torch.Tensor:
+    return indexer_scores_paged(
+        q, weights, cache, table, None, lens, columns=columns, impl=impl, schedule=schedule
     )
 
 

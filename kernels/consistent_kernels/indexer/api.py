@@ -20,7 +20,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "indexer_scores_paged(Tensor q, Tensor weights, Tensor cache, Tensor block_table, "
-    "Tensor requests, Tensor context_lens, int columns, str impl) -> Tensor"
+    "Tensor? requests, Tensor context_lens, Tensor? schedule, int columns, str impl) -> Tensor"
 )
 
 
@@ -53,12 +53,21 @@ def _scores_paged(
     weights: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    requests: torch.Tensor,
+    requests: torch.Tensor | None,
     context_lens: torch.Tensor,
+    schedule: torch.Tensor | None,
     columns: int,
     impl: str,
 ) -> torch.Tensor:
     count("indexer_scores_paged", impl)
+    if impl == "deep_gemm":
+        from consistent_kernels.indexer.deep_gemm import indexer_scores_paged_deep_gemm
+
+        return indexer_scores_paged_deep_gemm(
+            q, weights, cache, block_table, requests, context_lens, schedule, columns
+        )
+    if requests is None:
+        requests = torch.arange(len(q), dtype=torch.int32, device=q.device)
     if impl == "reference":
         bound = min(columns, block_table.shape[1] * cache.shape[1])
         if len(q) and int(context_lens.max()) > bound:
@@ -72,12 +81,6 @@ def _scores_paged(
             )
             scores[row, : place.shape[1]] = row_scores_ref(q[row], weights[row], k[0], k_scale[0])
         return scores
-    if impl == "deep_gemm":
-        from consistent_kernels.indexer.deep_gemm import indexer_scores_paged_deep_gemm
-
-        return indexer_scores_paged_deep_gemm(
-            q, weights, cache, block_table, requests, context_lens, columns
-        )
     from consistent_kernels.indexer.triton import indexer_scores_paged_fwd
 
     return indexer_scores_paged_fwd(q, weights, cache, block_table, requests, context_lens, columns)
@@ -98,8 +101,9 @@ def _(
     weights: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    requests: torch.Tensor,
+    requests: torch.Tensor | None,
     context_lens: torch.Tensor,
+    schedule: torch.Tensor | None,
     columns: int,
     impl: str,
 ) -> torch.Tensor:
@@ -214,11 +218,12 @@ def indexer_scores_paged(
     weights: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    requests: torch.Tensor,
+    requests: torch.Tensor | None,
     context_lens: torch.Tensor,
     *,
     columns: int,
     impl: str,
+    schedule: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`indexer_scores` over keys in pages, columns being positions; the same bits. Decode.
 
@@ -228,10 +233,12 @@ def indexer_scores_paged(
         q, weights: as in `indexer_scores`.
         cache: [blocks, block_size, 132] uint8, layout INDEXER of kv_cache_fp8.
         block_table: [B, max blocks] int32; entries that no key needs may hold anything.
-        requests: [T], each query's request.
+        requests: [T], each query's request; None where row t of block_table is that of query t.
         context_lens: [T] keys that a query sees, from position 0.
         columns: bound of context_lens known on the host (max_model_len).
         impl: as in `indexer_scores`.
+        schedule: from `indexer_schedule` of the same context_lens, once a step for all layers; None
+            computes it here.
 
     Returns:
         [T, columns] fp32, for `sparse_topk` with starts 0 and ends context_lens.
@@ -255,8 +262,27 @@ def indexer_scores_paged(
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.stride(1) != 1:
         given = f"{block_table.dim()}-D {block_table.dtype}"
         raise invalid(op, "block_table", "2-D int32 of unit column stride", given)
-    _check_rows(op, "requests", requests, q)
+    if requests is not None:
+        _check_rows(op, "requests", requests, q)
+    elif len(block_table) < len(q):
+        raise invalid(op, "block_table", f"of at least {len(q)} rows", tuple(block_table.shape))
     _check_rows(op, "context_lens", context_lens, q)
     return torch.ops.consistent_kernels.indexer_scores_paged(
-        q, weights, cache, block_table, requests, context_lens, columns, impl
+        q, weights, cache, block_table, requests, context_lens, schedule, columns, impl
     )
+
+
+def indexer_schedule(context_lens: torch.Tensor, *, impl: str) -> torch.Tensor | None:
+    """Return how `indexer_scores_paged` of "deep_gemm" spreads its work; None for the others.
+
+    It follows the lengths alone and moves no bit, so one serves all layers of a step.
+
+    Args:
+        context_lens: [T], as there.
+    """
+    require_implementation("indexer_schedule", impl, IMPLEMENTATIONS)
+    if impl != "deep_gemm":
+        return None
+    from consistent_kernels.indexer.deep_gemm import paged_schedule
+
+    return paged_schedule(context_lens)

@@ -47,24 +47,35 @@ def _packed(
     )
 
 
+def _lens(context_lens: torch.Tensor) -> torch.Tensor:
+    return context_lens.to(torch.int32)[:, None].contiguous()
+
+
+def paged_schedule(context_lens: torch.Tensor) -> torch.Tensor:
+    """Which multiprocessor takes which keys; see `indexer_schedule`."""
+    library = _library()
+    return library.get_paged_mqa_logits_metadata(
+        _lens(context_lens), PAGE_SIZE, library.get_num_sms()
+    )
+
+
 def _paged(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
+    schedule: torch.Tensor | None,
     columns: int,
 ) -> torch.Tensor:
     """As vLLM's decode calls it: every query a request of its own, block_table [T, blocks]."""
-    lens = context_lens.to(torch.int32)[:, None].contiguous()
-    schedule = _library().get_paged_mqa_logits_metadata(lens, PAGE_SIZE, _library().get_num_sms())
     return _library().fp8_fp4_paged_mqa_logits(
         (q.contiguous()[:, None], None),
         cache[:, :, None],
         weights.contiguous(),
-        lens,
+        _lens(context_lens),
         block_table,
-        schedule,
+        paged_schedule(context_lens) if schedule is None else schedule,
         columns,
         clean_logits=False,
     )
@@ -110,7 +121,7 @@ def start(heads: int, device: torch.device) -> None:
     for rows in (slice(0, queries), slice(0, 1), slice(3, 5), slice(100, 164)):
         paged = _paged(
             q[rows], signs[rows], cache.view(pages, PAGE_SIZE, 132), table[rows].contiguous(),
-            ends[rows], keys,
+            ends[rows], None, keys,
         )  # fmt: skip
         same = paged.contiguous().view(torch.int32) == whole[rows].contiguous().view(torch.int32)
         if not bool((same | ~seen[rows]).all()):
@@ -140,8 +151,9 @@ def indexer_scores_paged_deep_gemm(
     weights: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    requests: torch.Tensor,
+    requests: torch.Tensor | None,
     context_lens: torch.Tensor,
+    schedule: torch.Tensor | None,
     columns: int,
 ) -> torch.Tensor:
     """Call the paged kernel; see `indexer_scores_paged`."""
@@ -150,5 +162,5 @@ def indexer_scores_paged_deep_gemm(
             "indexer_scores_paged", "block size", f"{PAGE_SIZE} for deep_gemm", cache.shape[1]
         )
     start(q.shape[1], q.device)
-    tables = block_table[requests.to(torch.int64)]
-    return _paged(q, weights, cache, tables, context_lens, columns)
+    tables = block_table[: len(q)] if requests is None else block_table[requests.to(torch.int64)]
+    return _paged(q, weights, cache, tables, context_lens, schedule, columns)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+BLOCK_ALIGNMENT = 16
+"""Bytes: where blocks begin, so that every token's parts can be read 16 bytes at a time."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from consistent_kernels.kv_cache_fp8.layout import KVLayout
+from consistent_kernels.errors import invalid
+from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, KVLayout
 from consistent_kernels.kv_cache_fp8.spec import FP8_MAX, MIN_AMAX, MIN_NORMAL
 
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -189,6 +190,13 @@ def _constants(layout: KVLayout, block_size: int) -> dict[str, int]:
     }
 
 
+def _check_alignment(op: str, cache: torch.Tensor) -> None:
+    # Here and not in the public function: a compiled graph's tensors have no address.
+    if cache.data_ptr() % BLOCK_ALIGNMENT:
+        given = f"address {cache.data_ptr():#x}"
+        raise invalid(op, "cache", f"aligned to {BLOCK_ALIGNMENT} bytes", given)
+
+
 def write_kv_fp8_fwd(
     kv: torch.Tensor,
     cache: torch.Tensor,
@@ -197,6 +205,7 @@ def write_kv_fp8_fwd(
     scale_format: str,
 ) -> None:
     """Launch the write kernel; see `write_kv_fp8`."""
+    _check_alignment("write_kv_fp8", cache)
     if not len(slot_mapping):
         return
     _write_kv_fp8_kernel[(len(slot_mapping),)](
@@ -229,6 +238,7 @@ def gather_kv_fp8_fwd(
     Args:
         out: [R, K, width] bf16, contiguous.
     """
+    _check_alignment("gather_kv_fp8", cache)
     entries = positions.numel()
     if not entries:
         return

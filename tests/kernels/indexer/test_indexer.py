@@ -7,7 +7,12 @@ import torch
 from indexer_cases import exact_scores, make_batch
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
-from consistent_kernels.indexer import indexer_scores, indexer_scores_paged, quantize_indexer_q
+from consistent_kernels.indexer import (
+    indexer_schedule,
+    indexer_scores,
+    indexer_scores_paged,
+    quantize_indexer_q,
+)
 from consistent_kernels.indexer.reference import row_scores_ref
 from consistent_kernels.kv_cache_fp8 import INDEXER, new_cache
 from consistent_kernels.sparse_topk import sparse_topk
@@ -42,6 +47,30 @@ def test_indexer_scores_paged_equals_packed(impl_device: tuple[str, str]) -> Non
                 batch.seen(packed[row], row, packed=True),
                 f"row {row}, pages of {block_size}",
             )
+
+
+def test_indexer_scores_paged_without_requests(impl_device: tuple[str, str]) -> None:
+    # Decode: row t of the table is that of query t.
+    impl, device = impl_device
+    batch = make_batch((70, 1, 133), HEADS, impl, device=device)
+    rows = [69, 70, 203]
+    expected = batch.paged(rows)
+    lens = (batch.ends - batch.starts)[rows]
+    got = indexer_scores_paged(
+        batch.q[rows],
+        batch.weights[rows],
+        batch.cache,
+        batch.block_table,
+        None,
+        lens,
+        columns=batch.longest,
+        impl=impl,
+        schedule=indexer_schedule(lens, impl=impl),
+    )
+    for at, row in enumerate(rows):
+        assert_bitwise_equal(
+            batch.seen(got[at], row, packed=False), batch.seen(expected[at], row, packed=False)
+        )
 
 
 def test_indexer_prefill_equals_decode(impl_device: tuple[str, str]) -> None:
@@ -113,6 +142,22 @@ def test_indexer_scores_are_run_to_run_stable(impl_device: tuple[str, str]) -> N
                 batch.seen(again[row], row, packed=False),
                 batch.seen(first[row], row, packed=False),
             )
+
+
+def test_indexer_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    batch = make_batch((60, 40), HEADS, impl, device=device)
+    lens = batch.ends - batch.starts
+    backend = "inductor" if device == "cuda" else "aot_eager"
+
+    def select() -> tuple[torch.Tensor, torch.Tensor]:
+        packed = sparse_topk(batch.packed(), batch.starts, batch.ends, 16, impl=impl)
+        paged = sparse_topk(batch.paged(), torch.zeros_like(lens), lens, 16, impl=impl)
+        return packed, paged
+
+    compiled = torch.compile(select, backend=backend, fullgraph=True)
+    for got, expected in zip(compiled(), select(), strict=True):
+        assert_bitwise_equal(got, expected)
 
 
 def test_quantize_indexer_q_folds_scales_in_order() -> None:

@@ -8,6 +8,7 @@ from indexer_cases import exact_scores, make_batch
 
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.indexer import deep_gemm as program
+from consistent_kernels.indexer import indexer_schedule, indexer_scores_paged
 from consistent_kernels.testing import BATCH_SIZES, assert_bitwise_equal
 
 needs_cuda = pytest.mark.skipif(
@@ -31,6 +32,24 @@ def test_deep_gemm_paged_equals_packed() -> None:
             batch.seen(paged[row], row, packed=False),
             batch.seen(packed[row], row, packed=True),
             f"row {row}",
+        )
+    # As a decode step calls it: one schedule for all layers, a table row for every query.
+    rows = [299, 300, 370, 499]
+    lens = (batch.ends - batch.starts)[rows]
+    step = indexer_scores_paged(
+        batch.q[rows],
+        batch.weights[rows],
+        batch.cache,
+        batch.block_table,
+        None,
+        lens,
+        columns=batch.longest,
+        impl="deep_gemm",
+        schedule=indexer_schedule(lens, impl="deep_gemm"),
+    )
+    for at, row in enumerate(rows):
+        assert_bitwise_equal(
+            batch.seen(step[at], row, packed=False), batch.seen(paged[row], row, packed=False)
         )
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from indexer_cases import make_batch
 
+from consistent_kernels.indexer import indexer_scores_paged
 from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
+from consistent_kernels.testing import assert_bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
 needs_cuda = pytest.mark.skipif(
@@ -94,3 +96,41 @@ def test_indexer_scores_run_one_binary_in_every_phase() -> None:
     batch.paged([203])
     make_batch((40,), 32, "triton", device="cuda", block_size=16).paged(slice(3, 9))
     assert len(set(cache) - before) == 1
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_indexer_scores_graph_replay_equals_eager() -> None:
+    batch = make_batch((300, 200), 32, "triton", device="cuda")
+    rows = [299, 5, 499, 0]
+    batch.paged(rows)
+    torch.cuda.synchronize()
+    requests, lens = batch.requests[rows], (batch.ends - batch.starts)[rows]
+    q, weights = batch.q[rows], batch.weights[rows]
+
+    def step() -> torch.Tensor:
+        return indexer_scores_paged(
+            q, weights, batch.cache, batch.block_table, requests, lens, columns=320, impl="triton"
+        )
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for first in (10, 200):
+        # Other queries, and a padded row without keys, in the graph's buffers.
+        now = [first, first + 1, 499, first + 7]
+        q.view(torch.uint8).copy_(batch.q[now].view(torch.uint8))
+        weights.copy_(batch.weights[now])
+        requests.copy_(batch.requests[now])
+        lens.copy_((batch.ends - batch.starts)[now])
+        lens[2] = 0
+        graph.replay()
+        eager = step()
+        for at, row in enumerate(now):
+            if at != 2:
+                assert_bitwise_equal(
+                    batch.seen(captured[at], row, packed=False),
+                    batch.seen(eager[at], row, packed=False),
+                )

@@ -234,6 +234,23 @@ def test_kv_cache_fp8_nonfinite_values_are_defined(
         assert_bitwise_equal(rows[row], clean[row])
 
 
+@EACH_LAYOUT
+def test_kv_cache_fp8_compiled_equals_eager(impl_device: tuple[str, str], layout: KVLayout) -> None:
+    impl, device = impl_device
+    kv = hazard_rows(20, layout, seed=16, device=device)
+    slots, zero = int32(range(20), device), int32([0], device)
+
+    def step(cache: torch.Tensor) -> torch.Tensor:
+        write_kv_fp8(kv, cache, slots, layout=layout, impl=impl)
+        return gather_kv_fp8(cache, slots[None], zero, layout=layout, impl=impl, starts=zero)
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    caches = [new_cache(2, 16, layout, device) for _ in range(2)]
+    assert_bitwise_equal(compiled(caches[0]), step(caches[1]))
+    assert_bitwise_equal(caches[0], caches[1])
+
+
 def test_gather_indexer_k_returns_the_stored_bytes(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     kv = hazard_rows(33, INDEXER, seed=13, device=device)

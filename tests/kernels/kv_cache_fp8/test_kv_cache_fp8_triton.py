@@ -7,10 +7,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from kv_cases import POISON, hazard_rows, poisoned_cache
 
-from consistent_kernels.kv_cache_fp8 import LAYOUTS, KVLayout
+from consistent_kernels.kv_cache_fp8 import LAYOUTS, KVLayout, gather_kv_fp8, write_kv_fp8
+from consistent_kernels.testing import assert_bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the Triton program needs a CUDA device"
+)
 EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -121,3 +127,39 @@ def test_kv_cache_fp8_interpreted_equals_reference() -> None:
         check=False,
     )
     assert done.stdout.strip() == "same", done.stderr
+
+
+@pytest.mark.gpu
+@needs_cuda
+@EACH_LAYOUT
+def test_kv_cache_fp8_graph_replay_equals_eager(layout: KVLayout) -> None:
+    kv = hazard_rows(40, layout, seed=3, device="cuda")
+    cache = poisoned_cache(8, 16, layout, device="cuda")
+    slots = torch.arange(40, dtype=torch.int64, device="cuda") + 3
+    positions = torch.arange(40, dtype=torch.int32, device="cuda").view(5, 8) - 1
+    requests = torch.zeros(5, dtype=torch.int32, device="cuda")
+    starts = requests[:1] + 3
+
+    def step() -> torch.Tensor:
+        write_kv_fp8(kv, cache, slots, layout=layout, impl="triton")
+        return gather_kv_fp8(
+            cache, positions, requests, layout=layout, impl="triton", starts=starts
+        )
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (4, 5):
+        # A padded row writes nothing and a padded entry reads nothing.
+        kv.copy_(hazard_rows(40, layout, seed=seed))
+        slots[-2:] = -1
+        positions[-1] = -1
+        cache.fill_(POISON)
+        graph.replay()
+        got = captured.clone(), cache.clone()
+        cache.fill_(POISON)
+        assert_bitwise_equal(got[0], step())
+        assert_bitwise_equal(got[1], cache)
+        assert not bool(got[0][-1].any())

@@ -173,7 +173,7 @@ def main(
     Exit codes: 0 all measured, 1 relations failed (those ops are refused), 2 bad arguments,
     3 a case broke (the others are kept).
     """
-    console, notes = Console(), Console(stderr=True)
+    console = Console()
     try:
         if device not in ("cuda", "cpu"):
             raise typer.BadParameter(f"--device is {device!r}; use cuda or cpu")
@@ -182,7 +182,7 @@ def main(
         modules = case_modules(op or ())
         source = provenance(commit)
     except ConsistencyError as error:
-        notes.print(str(error), markup=False)
+        typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.USAGE) from error
 
     def keep(rows: list[Row]) -> None:
@@ -199,9 +199,9 @@ def main(
     )
     console.print(table(outcome.rows))
     for row in outcome.refused:
-        notes.print(f"refused: {row['op']} {row['shape']}: {row['reason']}", markup=False)
+        typer.echo(f"refused: {row['op']} {row['shape']}: {row['reason']}", err=True)
     if outcome.failed:
-        notes.print(f"failed: {', '.join(outcome.failed)}", markup=False)
+        typer.echo(f"failed: {', '.join(outcome.failed)}", err=True)
         raise typer.Exit(exit_codes.FAILED)
     if outcome.refused:
         raise typer.Exit(exit_codes.MISMATCH)

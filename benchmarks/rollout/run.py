@@ -237,7 +237,6 @@ def main(
     Exit codes: 0 all reported, 1 a speed is not reported because parity failed, 2 bad arguments,
     3 an engine did not start or died (the others are kept).
     """
-    notes = Console(stderr=True)
     if list_works:
         for item in WORKS:
             typer.echo(f"{item.key:18} {item.name} [{item.unit}]")
@@ -263,7 +262,7 @@ def main(
             cache_state=_cache_state(folder / "cache"),
         )
     except ConsistencyError as error:
-        notes.print(str(error), markup=False)
+        typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.USAGE) from error
     clock = Clock(lambda text: typer.echo(text, err=True))
 
@@ -276,10 +275,10 @@ def main(
     try:
         result = measure(works, options, clock, folder / "models", shapes, model_path, keep)
     except ProcessError as error:
-        notes.print(str(error), markup=False)
+        typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.FAILED) from error
     except ConsistencyError as error:
-        notes.print(str(error), markup=False)
+        typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.USAGE) from error
     finally:
         if scratch is None:
@@ -288,7 +287,7 @@ def main(
             typer.echo(line, err=True)
     Console().print(table(result.rows))
     for line in (*result.refusals, *result.broken):
-        notes.print(line, markup=False)
+        typer.echo(line, err=True)
     if result.refusals:
         raise typer.Exit(exit_codes.MISMATCH)
     if result.broken:

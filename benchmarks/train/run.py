@@ -240,7 +240,6 @@ def main(
     Exit codes: 0 reported, 1 no speed is reported because parity failed, 2 bad arguments,
     3 out of memory.
     """
-    notes = Console(stderr=True)
     try:
         kinds = tuple(dict.fromkeys(stock or STOCK))
         for kind in kinds:
@@ -249,7 +248,7 @@ def main(
             raise typer.BadParameter("no CUDA device is there; use --tiny on a CPU")
         source = provenance(commit)
     except ConsistencyError as error:
-        notes.print(str(error), markup=False)
+        typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.USAGE) from error
     setting = Setting(
         shape=(TINY_MODELS if tiny else MODELS)[_MODEL],
@@ -266,10 +265,10 @@ def main(
     try:
         rows, refusal = measure(setting, clock)
     except torch.cuda.OutOfMemoryError as error:
-        notes.print(f"out of memory: {error}. Give fewer --layers", markup=False)
+        typer.echo(f"out of memory: {error}. Give fewer --layers", err=True)
         raise typer.Exit(exit_codes.FAILED) from error
     if refusal:
-        notes.print(refusal, markup=False)
+        typer.echo(refusal, err=True)
         raise typer.Exit(exit_codes.MISMATCH)
     if out is not None:
         merge_into(out, [row | source.to_dict() for row in rows], KEY)

@@ -306,7 +306,7 @@ def attention_varlen(
         k, v: [Tk, Hk, D] in the dtype of q.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64 row borders.
         params: heads, scale, window, split.
-        impl: "reference" (CPU), "triton" (CUDA) or "flash_attn" (sm_90, head dims 128 and 256, no
+        impl: "reference" (CPU), "triton" (CUDA) or "flash_attn" (sm_90, no sliding
             window; needs vLLM's CUDA wheel).
         plan: from `plan_attention`; must come from the same borders. Not under torch.compile.
 

@@ -3,8 +3,9 @@
 FA3 with `num_splits=1` adds keys in ascending tiles, so a row's bits follow its query and keys, as
 long as every phase runs tiles of one width. Three things choose another width, and all are pinned:
 
-- the mask: without one, head dims 64 and 128 walk 176 or 192 keys a step instead of 128. Queries
-  that see a whole split are given a window wide enough to hide nothing;
+- the mask. A causal one is consistent at head dim 128 alone; elsewhere its tiles follow the number
+  of queries, or differ between pages and packed keys. A window's tiles never do: one that hides the
+  future alone serves the other head dims, one that hides nothing the queries behind a split;
 - `max_seqlen_q == 1`, which drops the causal mask: decode says 2;
 - pages of a multiple of the tile, which TMA loads (and with them what lies behind the last key):
   pages hold 16, 32 or 64 keys.
@@ -30,7 +31,11 @@ from consistent_kernels.attention.flash_attn_merge import (
     prefill_ranges,
 )
 from consistent_kernels.attention.parameters import AttentionParameters
-from consistent_kernels.attention.spec import FLASH_HEAD_DIMS, FLASH_PAGE_SIZES
+from consistent_kernels.attention.spec import (
+    FLASH_CAUSAL_HEAD_DIMS,
+    FLASH_HEAD_DIMS,
+    FLASH_PAGE_SIZES,
+)
 from consistent_kernels.errors import UnsupportedError
 
 _BEYOND = 1 << 20
@@ -74,14 +79,16 @@ def _forward(
         max_q: upper bound of rows of a sequence.
         sees_all: the queries see all keys; else the last query is the last key's position.
     """
-    left, right = (_BEYOND, max_q + 1) if sees_all else (-1, 0)
+    causal = not sees_all and params.head_dim in FLASH_CAUSAL_HEAD_DIMS
+    left = -1 if causal else _BEYOND
+    right = max_q + 1 if sees_all else 0
     packed = keys.table is None
     result = vendored.flash_attn_3().fwd(
         q, keys.k, keys.v, None, None, None, out,
         cu_q, keys.starts if packed else None, None, used_q, keys.lens,
-        max(max_q, 2) if not sees_all else max_q + 3, 2 * _BEYOND, keys.table, None, None,
+        max_q + 3 if sees_all else max(max_q, 2), 2 * _BEYOND, keys.table, None, None,
         None, None, None, None, None, None,
-        params.scale, not sees_all, left, right, 0.0, True, None, 1, None, 0, None, 1, 0, None,
+        params.scale, causal, left, right, 0.0, True, None, 1, None, 0, None, 1, 0, None,
     )  # fmt: skip
     return result[0], result[1]
 

@@ -55,8 +55,11 @@ def query_slots(group: int, rows: int) -> int:
     return slots
 
 
-FLASH_HEAD_DIMS = (128, 256)
-"""FlashAttention 3: head dims whose tiles do not follow phase or page layout (H200, measured)."""
+FLASH_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+FLASH_CAUSAL_HEAD_DIMS = (128,)
+"""FlashAttention 3: head dims whose tiles under the causal mask follow neither phase nor pages (H200,
+measured). The others take a window that hides only the future: its tiles never do."""
 
 FLASH_PAGE_SIZES = (16, 32, 64)
 """FlashAttention 3: keys a page; TMA would load pages of 128, and what lies behind the last key."""
@@ -80,6 +83,7 @@ _SCHEDULES = {
         {
             "num_splits": 1,
             "page_sizes": "16, 32, 64",
+            "causal_mask": "head_dim 128; others a window",
             "split_output": "rounded to the dtype of q before the merge",
             "merge": "m = max(a, b) of the lse; x = x_a exp(lse_a - m) + x_b exp(lse_b - m), fp32",
         },

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any
+
 import torch
 
 from consistent_kernels.counters import count
@@ -38,10 +42,29 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+@functools.cache
+def _loops_module() -> Any:
+    # Numba comes with vLLM; without it (or a place for its cache) the reference gives the same
+    # bits, later.
+    try:
+        return importlib.import_module("consistent_kernels.rms_norm.loops")
+    except (ImportError, RuntimeError):
+        return None
+
+
+def _loops(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Return the compiled loops where they serve `x` with the reference's bits, else None."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return None
+    module = _loops_module()
+    return module if module is not None and module.has_reference_bits(x.shape[-1]) else None
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, impl: str) -> torch.Tensor:
     count("rms_norm", impl)
     if impl == "reference":
-        return rms_norm_ref(x, weight, eps)
+        loops = _loops(x, weight)
+        return (loops.rms_norm_loop if loops else rms_norm_ref)(x, weight, eps)
     from consistent_kernels.rms_norm.triton import rms_norm_fwd
 
     y, _ = rms_norm_fwd(_rows(x), None, weight, eps)
@@ -53,7 +76,8 @@ def _add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("add_rms_norm", impl)
     if impl == "reference":
-        return add_rms_norm_ref(x, residual, weight, eps)
+        loops = _loops(x, weight)
+        return (loops.add_rms_norm_loop if loops else add_rms_norm_ref)(x, residual, weight, eps)
     from consistent_kernels.rms_norm.triton import rms_norm_fwd
 
     y, total = rms_norm_fwd(_rows(x), _rows(residual), weight, eps)

@@ -21,8 +21,11 @@ LANES = 256
 NUM_WARPS = 1
 """Triton: one warp a row, so that the tree needs no barrier."""
 
+WIDE_ROW, WIDE_NUM_WARPS = 4096, 4
+"""Triton: longer rows than WIDE_ROW do not fit one warp's registers. Warps move no bit."""
+
 _SCHEDULES = {
-    "reference": (("reference.py",), {"tree": "halving, zero-padded to a power of two"}),
+    "reference": (("reference.py", "loops.py"), {"tree": "halving, zero-padded to a power of two"}),
     "triton": (
         ("triton.py",),
         {

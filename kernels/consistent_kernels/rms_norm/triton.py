@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
-from consistent_kernels.rms_norm.spec import LANES, NUM_WARPS
+from consistent_kernels.rms_norm.spec import LANES, NUM_WARPS, WIDE_NUM_WARPS, WIDE_ROW
 from consistent_kernels.triton_tree import halving_tree_sum
 
 
@@ -30,31 +30,34 @@ def _rms_norm_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     dtype = y_ptr.dtype.element_ty
+    # All loads first: an addition after each would wait for its load, chunk by chunk.
+    xs = ()
+    for first in tl.static_range(0, H, LANES):
+        inside = first + lane < H
+        x = tl.load(x_ptr + row * x_stride + first + lane, mask=inside, other=0.0)
+        xs = xs + (x.to(tl.float32),)  # noqa: RUF005 - Triton knows no unpacking
+    if HAS_RESIDUAL:
+        sums = ()
+        for first in tl.static_range(0, H, LANES):
+            inside = first + lane < H
+            at = residual_ptr + row * residual_stride + first + lane
+            other = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            sums = sums + ((xs[first // LANES] + other).to(dtype).to(tl.float32),)  # noqa: RUF005
+        xs = sums
     squares = tl.zeros((LANES,), tl.float32)
     for first in tl.static_range(0, H, LANES):
-        columns = first + lane
-        inside = columns < H
-        x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            other = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
-            total = (x + other.to(tl.float32)).to(dtype)
-            tl.store(sum_ptr + row * H + columns, total, mask=inside)
-            x = total.to(tl.float32)
+        x = xs[first // LANES]
         squares += x * x
     mean = tl.div_rn(halving_tree_sum(squares, LANES, LEVELS), tl.full((1,), H, tl.float32))
     rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-    # Read again, from the cache: a row in registers would have to go through the tree in one piece,
-    # which compiles to a megabyte of code for H = 4096.
     for first in tl.static_range(0, H, LANES):
-        columns = first + lane
-        inside = columns < H
-        x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        inside = first + lane < H
+        x = xs[first // LANES]
         if HAS_RESIDUAL:
-            other = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
-            x = (x + other.to(tl.float32)).to(dtype).to(tl.float32)
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(sum_ptr + row * H + first + lane, x.to(dtype), mask=inside)
+        weight = tl.load(weight_ptr + first + lane, mask=inside, other=0.0).to(tl.float32)
         y = x * tl.broadcast_to(rstd, (LANES,)) * weight
-        tl.store(y_ptr + row * H + columns, y.to(dtype), mask=inside)
+        tl.store(y_ptr + row * H + first + lane, y.to(dtype), mask=inside)
 
 
 def rms_norm_fwd(
@@ -88,7 +91,7 @@ def rms_norm_fwd(
             LANES=lanes,
             LEVELS=lanes.bit_length() - 1,
             HAS_RESIDUAL=residual is not None,
-            num_warps=NUM_WARPS,
+            num_warps=NUM_WARPS if size <= WIDE_ROW else WIDE_NUM_WARPS,
             # A product folded into a sum would round differently with and without a residual.
             enable_fp_fusion=False,
         )

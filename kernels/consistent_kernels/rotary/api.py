@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any
+
 import torch
 
 from consistent_kernels.counters import count
@@ -60,10 +64,29 @@ def _rotary(
     count("rotary", impl)
     cos, sin = rope_tables(rope, q.device)
     if impl == "reference":
-        return rotary_ref(positions, q, k, cos, sin)
+        loops = _loops(q, cos.shape[1])
+        return (loops.rotary_loop if loops else rotary_ref)(positions, q, k, cos, sin)
     from consistent_kernels.rotary.triton import rotary_fwd
 
     return rotary_fwd(positions, q, k, cos, sin)
+
+
+@functools.cache
+def _loops_module() -> Any:
+    # Numba comes with vLLM; without it (or a place for its cache) the reference gives the same
+    # bits, later.
+    try:
+        return importlib.import_module("consistent_kernels.rotary.loops")
+    except (ImportError, RuntimeError):
+        return None
+
+
+def _loops(q: torch.Tensor, half: int) -> Any:
+    """Return the compiled loops where they serve `q` with the reference's bits, else None."""
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16:
+        return None
+    module = _loops_module()
+    return module if module is not None and module.has_reference_bits(q.shape[2], half) else None
 
 
 def _is_fused(head_dim: int, half: int, impl: str) -> bool:

@@ -16,12 +16,12 @@ SPEC = OpSpec(
     },
 )
 
-NUM_WARPS = 1
-HEADS_PER_PROGRAM = 4
-"""Triton: a warp rotates four heads of a token; elementwise, so it moves no bit."""
+NUM_WARPS = 4
+HEADS_PER_PROGRAM = 16
+"""Triton: heads of a token that a program rotates; elementwise, so it moves no bit."""
 
 _SCHEDULES = {
-    "reference": (("reference.py", "tables.py"), {"form": "elementwise"}),
+    "reference": (("reference.py", "loops.py", "tables.py"), {"form": "elementwise"}),
     "triton": (
         ("triton.py", "tables.py"),
         {"form": "elementwise", "contraction": False, "num_warps": NUM_WARPS},

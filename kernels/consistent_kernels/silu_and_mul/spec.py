@@ -13,7 +13,7 @@ SPEC = OpSpec(
     },
 )
 
-BLOCK = 1024
+BLOCK = 512
 NUM_WARPS = 4
 
 _SCHEDULES = {

@@ -58,8 +58,8 @@ def query_slots(group: int, rows: int) -> int:
 FLASH_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 FLASH_CAUSAL_HEAD_DIMS = (128,)
-"""FlashAttention 3: head dims whose tiles under the causal mask follow neither phase nor pages (H200,
-measured). The others take a window that hides only the future: its tiles never do."""
+"""FlashAttention 3: head dims whose tiles under the causal mask follow neither phase nor pages, as
+measured on an H200. The others take a window that hides only the future: its tiles never do."""
 
 FLASH_PAGE_SIZES = (16, 32, 64)
 """FlashAttention 3: keys a page; TMA would load pages of 128, and what lies behind the last key."""

@@ -5,38 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_cases import SHAPES, prepared, routing, tokens
+from expert_gradients import TINY, U, graph, magnitudes
 
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.experts import experts_bwd
 from consistent_kernels.testing import hazard_activations
-
-U, TINY = 2.0**-8, 2.0**-23
-
-
-def rounded(value: torch.Tensor) -> torch.Tensor:
-    """bf16 values in fp64, the gradient straight through."""
-    return value + (value.detach().float().bfloat16().double() - value.detach())
-
-
-def graph(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    limit: float | None,
-) -> torch.Tensor:
-    """The layer in fp64 with the spec's rounding points, differentiable."""
-    out = torch.zeros_like(x)
-    for row, slot in (ids >= 0).nonzero().tolist():
-        expert = int(ids[row, slot])
-        gate, up = rounded(w13[expert] @ x[row]).chunk(2)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        hidden = rounded(gate * torch.sigmoid(gate) * up)
-        index = torch.tensor([row], device=x.device)
-        out = out.index_add(0, index, weights[row, slot] * rounded(w2[expert] @ hidden)[None])
-    return out
 
 
 def case(name: str, rows: int, impl: str, device: str) -> dict[str, torch.Tensor]:
@@ -50,30 +23,6 @@ def case(name: str, rows: int, impl: str, device: str) -> dict[str, torch.Tensor
         "topk_ids": ids,
         "topk_weights": weights,
     }
-
-
-def magnitudes(
-    grad: torch.Tensor, given: dict[str, torch.Tensor], limit: float | None
-) -> dict[str, torch.Tensor]:
-    """The gradients' sums with every term's magnitude: what rounding errors are relative to."""
-    x, w13, w2 = (given[name].double() for name in ("x", "w13", "w2"))
-    ids, weights = given["topk_ids"], given["topk_weights"].double()
-    size = {name: torch.zeros_like(given[name].double()) for name in ("x", "w13", "w2")}
-    size["topk_weights"] = torch.zeros_like(weights)
-    g = grad.double().abs()
-    for row, slot in (ids >= 0).nonzero().tolist():
-        expert = int(ids[row, slot])
-        gate, up = (w13[expert].abs() @ x[row].abs()).chunk(2)
-        # |silu(g)| <= |g|, |silu'| <= 1.1; a clamp only makes values smaller.
-        hidden = gate * up
-        size["topk_weights"][row, slot] = g[row] @ (w2[expert].abs() @ hidden)
-        grad_y = weights[row, slot] * g[row]
-        size["w2"][expert] += grad_y[:, None] * hidden[None]
-        grad_hidden = grad_y @ w2[expert].abs()
-        both = torch.cat([1.1 * grad_hidden * up, grad_hidden * gate])
-        size["w13"][expert] += both[:, None] * x[row].abs()[None]
-        size["x"][row] += both @ w13[expert].abs()
-    return size
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])

@@ -1,0 +1,307 @@
+"""Public FP8 experts: validate, take the named implementation, call it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from consistent_kernels.counters import count
+from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
+from consistent_kernels.experts import combine
+from consistent_kernels.experts.backward import Grads
+from consistent_kernels.fp8_experts.backward import fp8_experts_bwd_ref
+from consistent_kernels.fp8_experts.reference import fp8_expert_outputs_ref
+from consistent_kernels.fp8_experts.spec import (
+    BLOCK_K,
+    IMPLEMENTATIONS,
+    experts_of,
+    quantization_of,
+)
+from consistent_kernels.quantization import quantize_weight
+from consistent_kernels.quantization.spec import SCALE_FORMATS
+
+_FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int32, torch.int64)
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "fp8_expert_outputs(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, "
+    "Tensor ids, float? limit, str scale_format, str impl) -> Tensor"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8ExpertWeight:
+    """Stacked weights in FP8.
+
+    Attributes:
+        values: [E, N, K] float8_e4m3fn contiguous.
+        scale: [E, ceil(N / 128), ceil(K / 128)] fp32 contiguous.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+def quantize_expert_weight(
+    master: torch.Tensor,
+    *,
+    scale_format: str,
+    impl: str,
+    model_dtype: torch.dtype = torch.bfloat16,
+) -> Fp8ExpertWeight:
+    """Quantize stacked masters expert by expert with `quantize_weight`, on both sides alike.
+
+    Args:
+        master: [E, N, K], fp32 or the model dtype; gate rows before up rows where it is w13, and
+            then N / 2 a multiple of 128, so that no block holds rows of both.
+        scale_format: "fp32" or "ue8m0".
+        impl: of the experts.
+        model_dtype: the master is rounded to it first.
+
+    Raises:
+        InvalidInputError: not 3-D. UnsupportedError: unknown impl or scale_format.
+    """
+    require_implementation("quantize_expert_weight", impl, IMPLEMENTATIONS)
+    if master.dim() != 3:
+        raise invalid("quantize_expert_weight", "master", "[E, N, K]", tuple(master.shape))
+    pairs = [
+        quantize_weight(
+            expert.contiguous(),
+            scale_format=scale_format,
+            impl=quantization_of(impl),
+            model_dtype=model_dtype,
+        )
+        for expert in master
+    ]
+    values, scales = zip(*pairs, strict=True)
+    # float8 has no stack on some devices: bytes have.
+    stacked = torch.stack([value.view(torch.uint8) for value in values]).view(_FP8)
+    return Fp8ExpertWeight(stacked, torch.stack(scales))
+
+
+def _fp8_expert_outputs(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    ids: torch.Tensor,
+    limit: float | None,
+    scale_format: str,
+    impl: str,
+) -> torch.Tensor:
+    count("fp8_experts", impl)
+    if ids.device.type == "cpu" and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= w13.shape[0]:
+            raise invalid(
+                "fp8_experts",
+                "topk_ids",
+                f"in [-1, {w13.shape[0]})",
+                f"{low} to {high}",
+                "-1 means nowhere",
+            )
+    if impl == "reference":
+        return fp8_expert_outputs_ref(x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format)
+    from consistent_kernels.fp8_experts.triton import fp8_expert_outputs_fwd
+
+    return fp8_expert_outputs_fwd(x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format)
+
+
+_LIBRARY.impl("fp8_expert_outputs", _fp8_expert_outputs, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::fp8_expert_outputs", lib=_LIBRARY)
+def _(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    ids: torch.Tensor,
+    limit: float | None,
+    scale_format: str,
+    impl: str,
+) -> torch.Tensor:
+    return x.new_empty((*ids.shape, w2.shape[1]))
+
+
+def _validate(
+    op: str,
+    x: torch.Tensor,
+    w13: Fp8ExpertWeight,
+    w2: Fp8ExpertWeight,
+    ids: torch.Tensor,
+    scale_format: str,
+    impl: str,
+) -> None:
+    require_implementation(op, impl, IMPLEMENTATIONS)
+    if scale_format not in SCALE_FORMATS:
+        raise UnsupportedError(op, f"scale_format {scale_format!r}", SCALE_FORMATS)
+    if x.dim() != 2 or x.dtype not in _DTYPES:
+        raise invalid(op, "x", "2-D bfloat16, float16 or float32", f"{x.dim()}-D {x.dtype}")
+    _check_weight(op, "w13", w13, x.shape[1], x.device)
+    experts, both, _ = w13.values.shape
+    if both % (2 * BLOCK_K):
+        raise invalid(
+            op,
+            "w13",
+            f"[E, 2 I, {x.shape[1]}] with I a multiple of {BLOCK_K}: a block holds one side's rows",
+            tuple(w13.values.shape),
+        )
+    _check_weight(op, "w2", w2, both // 2, x.device)
+    if w2.values.shape[0] != experts:
+        raise invalid(op, "w2", f"of {experts} experts", w2.values.shape[0])
+    if (
+        ids.dim() != 2
+        or ids.shape[0] != x.shape[0]
+        or not ids.shape[1]
+        or ids.dtype not in _INTEGERS
+        or ids.device != x.device
+    ):
+        raise invalid(
+            op,
+            "topk_ids",
+            f"int32 or int64 of shape ({x.shape[0]}, K) on {x.device}",
+            f"{ids.dtype} of shape {tuple(ids.shape)} on {ids.device}",
+        )
+
+
+def _check_weight(
+    op: str, name: str, weight: Fp8ExpertWeight, inner: int, device: torch.device
+) -> None:
+    values, scale = weight.values, weight.scale
+    if values.dim() != 3 or values.dtype != _FP8 or values.shape[2] != inner:
+        raise invalid(
+            op,
+            name,
+            f"{_FP8} of shape (E, N, {inner})",
+            f"{values.dtype} of shape {tuple(values.shape)}",
+            "Quantize it with quantize_expert_weight",
+        )
+    experts, columns, _ = values.shape
+    shape = (experts, -(-columns // BLOCK_K), -(-inner // BLOCK_K))
+    if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
+        raise invalid(
+            op,
+            f"{name}.scale",
+            f"float32 of shape {shape}",
+            f"{scale.dtype} of shape {tuple(scale.shape)}",
+        )
+    if not (values.is_contiguous() and scale.is_contiguous()):
+        raise invalid(op, name, "contiguous", "strided tensors")
+    if values.device != device:
+        raise invalid(op, name, f"on {device}", values.device)
+
+
+def fp8_expert_outputs(
+    x: torch.Tensor,
+    w13: Fp8ExpertWeight,
+    w2: Fp8ExpertWeight,
+    topk_ids: torch.Tensor,
+    *,
+    scale_format: str,
+    limit: float | None = None,
+    impl: str,
+) -> torch.Tensor:
+    """`expert_outputs` with `fp8_linear` in place of each GEMM.
+
+    Args:
+        x: [T, H], bf16, fp16 or fp32; quantized per row in groups of 128.
+        w13: [E, 2 I, H], I a multiple of 128; w2: [E, H, I]; from `quantize_expert_weight`.
+        topk_ids: [T, K]; -1 sends a slot nowhere.
+        scale_format: "fp32" or "ue8m0", of weights and rows.
+        limit: DeepSeek-V4's swiglu_limit, or None.
+        impl: "reference" (any device) or "triton" (CUDA).
+
+    Returns:
+        [T, K, H]; slots that go nowhere are unspecified, and `combine` does not read them.
+
+    Numerics:
+        y[t, k] depends on x[t] and the weights of its expert alone.
+
+    Raises:
+        InvalidInputError: shape, dtype or device; an id out of range (checked on CPU).
+        UnsupportedError: unknown impl or scale_format.
+    """
+    op = "fp8_experts"
+    _validate(op, x, w13, w2, topk_ids, scale_format, impl)
+    if limit is not None and not limit > 0:
+        raise invalid(op, "limit", "positive or None", limit)
+    return torch.ops.consistent_kernels.fp8_expert_outputs(
+        x, w13.values, w13.scale, w2.values, w2.scale, topk_ids, limit, scale_format, impl
+    )
+
+
+def fp8_experts(
+    x: torch.Tensor,
+    w13: Fp8ExpertWeight,
+    w2: Fp8ExpertWeight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    *,
+    scale_format: str,
+    limit: float | None = None,
+    impl: str,
+) -> torch.Tensor:
+    """`combine` of `fp8_expert_outputs`: arguments and errors as there.
+
+    Returns:
+        [T, H], dtype of x.
+    """
+    y = fp8_expert_outputs(x, w13, w2, topk_ids, scale_format=scale_format, limit=limit, impl=impl)
+    return combine(y, topk_ids, topk_weights, shared, impl=experts_of(impl))
+
+
+def fp8_experts_bwd(
+    grad_out: torch.Tensor,
+    x: torch.Tensor,
+    w13: Fp8ExpertWeight,
+    w2: Fp8ExpertWeight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    scale_format: str,
+    limit: float | None = None,
+    needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    impl: str,
+) -> Grads:
+    """Straight-through gradients: those of `experts` at the values that the forward multiplied.
+
+    Args:
+        grad_out: [T, H], dtype of x, also the gradient of `shared`; the rest as in `fp8_experts`.
+        needs: which of (x, w13, w2, topk_weights) want a gradient.
+
+    Returns:
+        (grad_x [T, H] in the dtype of x, grad_w13 and grad_w2 fp32, grad_weights [T, K] fp32), None
+        where not needed.
+    """
+    op = "fp8_experts_bwd"
+    _validate(op, x, w13, w2, topk_ids, scale_format, impl)
+    shape = (x.shape[0], w2.values.shape[1])
+    if tuple(grad_out.shape) != shape or grad_out.dtype != x.dtype:
+        raise invalid(
+            op,
+            "grad_out",
+            f"{x.dtype} of shape {shape}",
+            f"{grad_out.dtype} of shape {tuple(grad_out.shape)}",
+        )
+    grads = fp8_experts_bwd_ref(
+        grad_out,
+        x,
+        w13.values,
+        w13.scale,
+        w2.values,
+        w2.scale,
+        topk_ids,
+        topk_weights,
+        limit,
+        scale_format,
+        needs,
+    )
+    grad_x = None if grads[0] is None else grads[0].to(x.dtype)
+    return grad_x, *grads[1:]

@@ -1,0 +1,125 @@
+"""Where the rows of each expert stand, aligned as DeepGEMM's grouped GEMMs want: integers only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+PLACE_ALIGNMENT = 128
+"""Experts start at multiples of this many places: a tile of DeepGEMM holds one expert only."""
+
+_SORT_BLOCK = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["rows", "places", "capacity"])
+def _expert_places_kernel(
+    ids_ptr,  # [rows] int32
+    place_ptr,  # [rows], -1 where a row goes nowhere
+    expert_ptr,  # [places] expert of each place, -1 where none is needed
+    count_ptr,  # [E]
+    rows,
+    places,
+    capacity,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One program an expert. It counts the rows of lower experts itself, so none waits for another.
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, rows, BLOCK):
+        ids = tl.load(ids_ptr + start + lane, mask=start + lane < rows, other=-1)
+        counts += tl.histogram(tl.where((ids >= 0) & (ids < E), ids, E), BINS)
+    own = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    if MASKED:
+        # More rows than a place was made for would overwrite the next expert's.
+        own = tl.minimum(own, capacity)
+        first = expert * capacity
+        end = first + capacity
+    else:
+        first = tl.sum(tl.where(bins < expert, aligned, 0), 0)
+        end = first + (own + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    tl.store(count_ptr + expert, own)
+    written = 0
+    for start in range(0, rows, BLOCK):
+        index = start + lane
+        ids = tl.load(ids_ptr + index, mask=index < rows, other=-1)
+        mine = (ids == expert).to(tl.int32)
+        rank = written + tl.cumsum(mine, 0) - 1
+        place = tl.where(rank < own, first + rank, -1)
+        nowhere = (ids < 0) | (ids >= E)
+        wanted = (mine > 0) | (nowhere & (expert == 0))
+        tl.store(place_ptr + index, tl.where(mine > 0, place, -1), mask=wanted & (index < rows))
+        written += tl.sum(mine, 0)
+    for start in range(first, end, BLOCK):
+        place = start + lane
+        # An aligned block of places belongs to one expert, the places behind its rows included.
+        used = place < first + (own if MASKED else end - first)
+        tl.store(expert_ptr + place, tl.where(used, expert, -1), mask=place < end)
+    if (expert == E - 1) & (end < places):
+        for start in range(end, places, BLOCK):
+            tl.store(expert_ptr + start + lane, -1, mask=start + lane < places)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Places of rows, on the device.
+
+    Attributes:
+        place: [rows] int32, -1 where a row goes nowhere.
+        expert: [places] int32, -1 where no result is needed.
+        count: [E] int32, rows of each expert.
+        capacity: places of each expert in the masked layout, else None.
+    """
+
+    place: torch.Tensor
+    expert: torch.Tensor
+    count: torch.Tensor
+    capacity: int | None
+
+
+def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Places:
+    """Place the (token, slot) rows of `ids` by expert, without waiting for the device.
+
+    Args:
+        ids: [T, K] int32 contiguous; others than 0 to num_experts - 1 have no place.
+        num_experts: E.
+        masked: [E, capacity] places, a capacity of T rounded up (ids of a token are distinct);
+            else one expert after the other, each from a multiple of 128.
+    """
+    tokens, slots = ids.shape
+    rows = tokens * slots
+    capacity = triton.cdiv(tokens, PLACE_ALIGNMENT) * PLACE_ALIGNMENT if masked else None
+    if capacity is not None:
+        places = num_experts * capacity
+    else:
+        most = rows + min(rows, num_experts) * (PLACE_ALIGNMENT - 1)
+        places = triton.cdiv(most, PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+    place = torch.empty(rows, dtype=torch.int32, device=ids.device)
+    expert = torch.empty(places, dtype=torch.int32, device=ids.device)
+    count = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    _expert_places_kernel[(num_experts,)](
+        ids,
+        place,
+        expert,
+        count,
+        rows,
+        places,
+        capacity or 0,
+        E=num_experts,
+        BINS=triton.next_power_of_2(num_experts + 1),
+        MASKED=masked,
+        ALIGNMENT=PLACE_ALIGNMENT,
+        BLOCK=_SORT_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+    return Places(place, expert, count, capacity)

@@ -1,0 +1,204 @@
+"""Rows on their way to and from the places of DeepGEMM's grouped GEMMs, in Triton.
+
+What moves rows copies bits; what activates and quantizes them does it as `silu_and_mul` and
+`quantize_rows` do. Only rows that exist are touched, whatever the number of places.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from consistent_kernels.fp8_experts.deep_gemm_places import Places
+from consistent_kernels.quantization.spec import GROUP
+from consistent_kernels.quantization.triton import (
+    group_scale,
+    magnitude_bits,
+    to_fp8,
+    written_scale,
+)
+
+Quantized = tuple[torch.Tensor, torch.Tensor]
+"""(values [places, K] float8_e4m3fn, column-major scale [places, G] or [E, capacity, G] fp32)."""
+
+_GROUPS = 16
+_COLUMNS = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _scale_at(place, s_places, GROUPS: tl.constexpr):
+    # Scales stand column by column, in one part or, in the masked layout, in one part an expert.
+    return (place // s_places) * s_places * GROUPS + place % s_places
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "s_column_stride", "s_places"])
+def _to_places_kernel(
+    q_ptr,  # [T, K] bytes
+    s_ptr,  # [T, GROUPS]
+    place_ptr,  # [T * SLOTS]
+    out_ptr,  # [places, K] bytes
+    out_scale_ptr,  # see _scale_at
+    s_row_stride,
+    s_column_stride,
+    s_places,
+    SLOTS: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    place = tl.load(place_ptr + row).to(tl.int64)
+    if place < 0:
+        return
+    token = (row // SLOTS).to(tl.int64)
+    groups = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK * GROUP + tl.arange(0, BLOCK * GROUP)
+    q = tl.load(q_ptr + token * K + columns, mask=columns < K)
+    tl.store(out_ptr + place * K + columns, q, mask=columns < K)
+    s_at = s_ptr + token * s_row_stride + groups.to(tl.int64) * s_column_stride
+    scale = tl.load(s_at, mask=groups < GROUPS)
+    out_at = out_scale_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
+    tl.store(out_at, scale, mask=groups < GROUPS)
+
+
+@triton.jit(do_not_specialize=["limit", "s_places"])
+def _activate_and_quantize_kernel(
+    x_ptr,  # [places, 2 WIDTH]: gate, then up
+    place_ptr,  # [T * slots]
+    q_ptr,  # [places, WIDTH] bytes
+    s_ptr,  # see _scale_at
+    limit,
+    s_places,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+):
+    place = tl.load(place_ptr + tl.program_id(0)).to(tl.int64)
+    if place < 0:
+        return
+    groups = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = columns < WIDTH
+    row = x_ptr + place * (2 * WIDTH)
+    gate = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_LIMIT:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    hidden = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    hidden = hidden.to(x_ptr.dtype.element_ty).to(tl.float32)
+    scale, finite = group_scale(tl.max(magnitude_bits(hidden), 1), UE8M0)
+    scaled = tl.div_rn(hidden, tl.broadcast_to(scale[:, None], (BLOCK, GROUP)))
+    tl.store(q_ptr + place * WIDTH + columns, to_fp8(scaled, finite[:, None]), mask=inside)
+    s_at = s_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
+    tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)
+
+
+@triton.jit
+def _from_places_kernel(
+    x_ptr,  # [places, H]
+    place_ptr,  # [T * slots]
+    y_ptr,  # [T * slots, H]
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_ptr + row).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place * H + columns, mask=(columns < H) & (place >= 0), other=0.0)
+    tl.store(y_ptr + row * H + columns, x, mask=columns < H)
+
+
+def empty_places(places: Places, columns: int) -> Quantized:
+    """Return an uninitialized `Quantized` for these places."""
+    rows, device = places.expert.numel(), places.expert.device
+    values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
+    groups = triton.cdiv(columns, GROUP)
+    scale = torch.empty(rows * groups, device=device)
+    if places.capacity is None:
+        return values, scale.as_strided((rows, groups), (1, rows))
+    capacity = places.capacity
+    shape = (rows // capacity, capacity, groups)
+    return values, scale.as_strided(shape, (capacity * groups, 1, capacity))
+
+
+def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
+    groups = triton.cdiv(columns, GROUP)
+    block = min(triton.next_power_of_2(groups), _GROUPS)
+    return (rows, triton.cdiv(groups, block)), block
+
+
+def to_places(values: torch.Tensor, scale: torch.Tensor, places: Places, slots: int) -> Quantized:
+    """Copy quantized tokens to the places of their slots; other places stay uninitialized.
+
+    Args:
+        values: [T, K] float8_e4m3fn contiguous; scale: [T, G] fp32, any strides.
+        places: of T * slots rows.
+    """
+    columns = values.shape[1]
+    out = empty_places(places, columns)
+    grid, block = _grid(places.place.numel(), columns)
+    _to_places_kernel[grid](
+        values.view(torch.uint8),
+        scale,
+        places.place,
+        out[0].view(torch.uint8),
+        out[1],
+        scale.stride(0),
+        scale.stride(1),
+        out[1].stride(-1),
+        SLOTS=slots,
+        K=columns,
+        GROUPS=scale.shape[1],
+        BLOCK=block,
+        GROUP=GROUP,
+        num_warps=_NUM_WARPS,
+    )
+    return out
+
+
+def activate_and_quantize(
+    gate_up: torch.Tensor, places: Places, scale_format: str, limit: float | None
+) -> Quantized:
+    """quantize_rows(round(silu(gate) * up)) of the places in use.
+
+    Args:
+        gate_up: [places, 2 I] bf16, gate columns before up columns.
+        limit: gate <= limit and |up| <= limit before the product, or None.
+    """
+    width = gate_up.shape[1] // 2
+    out = empty_places(places, width)
+    grid, block = _grid(places.place.numel(), width)
+    _activate_and_quantize_kernel[grid](
+        gate_up,
+        places.place,
+        out[0].view(torch.uint8),
+        out[1],
+        0.0 if limit is None else limit,
+        out[1].stride(-1),
+        WIDTH=width,
+        GROUPS=out[1].shape[-1],
+        BLOCK=block,
+        GROUP=GROUP,
+        UE8M0=scale_format == "ue8m0",
+        HAS_LIMIT=limit is not None,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def from_places(x: torch.Tensor, places: Places) -> torch.Tensor:
+    """Copy [places, H] back to the rows [T * slots, H]; rows that went nowhere are zero."""
+    rows, columns = places.place.numel(), x.shape[1]
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    _from_places_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
+        x, places.place, y, H=columns, BLOCK=_COLUMNS, num_warps=_NUM_WARPS
+    )
+    return y

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECIPE = ROOT / "configs" / "recipes" / "smollm2_grpo_fsdp"
+SUPPORT = ROOT / "tests" / "support"
 RUNS = ("consistent", "stock")
 KEPT = (
     "true_on_policy/",
@@ -152,6 +154,10 @@ def command(run: str, overrides: list[str]) -> list[str]:
 def environment(out: Path, run: str, device: str) -> dict[str, str]:
     """Return the variables of a run."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    if device == "cpu":
+        from vllm_name import name_vllm
+
+        paths[:0] = [str(SUPPORT), str(name_vllm(out / "names"))]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -166,6 +172,8 @@ def environment(out: Path, run: str, device: str) -> dict[str, str]:
     env.pop("VLLM_CONSISTENT", None)
     if device == "cpu":
         env |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu"}
+        if run == "stock":
+            env["VERL_ENGINE_DEVICE"] = "cuda"  # verl registers its engines for no CPU
     return env
 
 
@@ -187,22 +195,41 @@ def device_overrides(device: str) -> list[str]:
     ]
 
 
-def launch(run: str, out: Path, overrides: list[str], device: str) -> float:
-    """Run one of the two; returns its seconds. Its log is OUT/<run>.log."""
+def launch(run: str, out: Path, overrides: list[str], device: str, limit: float) -> int:
+    """Run one of the two for at most `limit` seconds; its log is OUT/<run>.log.
+
+    Returns the exit code; 124 where the time was up.
+    """
     started = time.monotonic()
-    with (out / f"{run}.log").open("w") as log:
-        done = subprocess.run(
+    path = out / f"{run}.log"
+    with path.open("w") as log:
+        process = subprocess.Popen(
             command(run, overrides),
             env=environment(out, run, device),
+            cwd=out,
             stdout=log,
             stderr=subprocess.STDOUT,
-            check=False,
+            start_new_session=True,
         )
-    seconds = time.monotonic() - started
-    print_line(f"{run}: exit {done.returncode} after {seconds:.0f} s, log {out / f'{run}.log'}")
-    if done.returncode:
-        print_line("\n".join((out / f"{run}.log").read_text().splitlines()[-40:]))
-    return seconds
+        try:
+            code = process.wait(limit)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            code = 124
+            stop(process)
+    print_line(f"{run}: exit {code} after {time.monotonic() - started:.0f} s, log {path}")
+    if code:
+        print_line("\n".join(path.read_text().splitlines()[-40:]))
+    return code
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a run: the driver takes its Ray cluster down on SIGTERM."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def collect(out: Path) -> None:
@@ -223,10 +250,11 @@ def main() -> int:
     parser.add_argument("--only", choices=RUNS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds of one run")
     parser.add_argument("--model", type=Path, help="a checkpoint folder instead of SmolLM2")
     parser.add_argument("overrides", nargs="*", help="verl's keys, for both runs")
     args = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(SUPPORT)]
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     data = write_data(out, 64 * 40)
@@ -241,10 +269,10 @@ def main() -> int:
         *device_overrides(args.device),
         *args.overrides,
     ]
-    for run in [args.only] if args.only else RUNS:
-        launch(run, out, overrides, args.device)
+    runs = [args.only] if args.only else RUNS
+    codes = [launch(run, out, overrides, args.device, args.limit) for run in runs]
     collect(out)
-    return 0
+    return max(codes)
 
 
 if __name__ == "__main__":

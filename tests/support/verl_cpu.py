@@ -1,4 +1,4 @@
-"""verl on a CPU: the platform that verl lacks, and its name for the engine's package.
+"""verl on a CPU: the platform that verl lacks.
 
 Import it before verl (verl does so itself with VERL_USE_EXTERNAL_MODULES=verl_cpu).
 """
@@ -8,26 +8,12 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
-
-METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.1+cpu\n"
-
-
-def name_vllm(folder: Path) -> Path:
-    """Make a distribution called `vllm` in `folder`, to be put on sys.path; returns the folder.
-
-    verl looks the version of `vllm` up; the CPU build of it is a distribution of another name.
-    """
-    info = folder / "vllm-0.25.1+cpu.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(METADATA)
-    return folder
 
 
 def _nothing(*_: Any, **__: Any) -> None:

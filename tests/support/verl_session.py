@@ -18,26 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import verl_cpu
+import verl_cpu  # noqa: F401  registers the platform
+from vllm_name import name_vllm
+from word_tokenizer import TOKENIZER_LENGTH, write_tokenizer
 
 TEMPERATURE = 0.7
 PROMPTS = [[5 + 11 * i + j for j in range(9 + 4 * i)] for i in range(4)]
-TOKENIZER_LENGTH = 1200
-"""Below the model's vocabulary of 1280: the rollout masks the ids between."""
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Put a tokenizer of TOKENIZER_LENGTH words into a checkpoint folder."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"t{index}": index for index in range(TOKENIZER_LENGTH)}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
-        bos_token="t1",
-        eos_token="t2",
-        pad_token="t0",
-    ).save_pretrained(folder)
 
 
 def start_process_group(folder: Path) -> None:
@@ -92,8 +78,13 @@ def start_engine(model: Path, extension: str | None = None) -> Any:
         worker_extension_cls=extension
         or "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension",
     )
-    engine.llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": TOKENIZER_LENGTH})
+    mask_vocabulary(engine)
     return engine
+
+
+def mask_vocabulary(engine: Any) -> None:
+    """Call what verl's server calls once after start-up."""
+    engine.llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": TOKENIZER_LENGTH})
 
 
 def update_weights(worker: Any, engine: Any) -> None:
@@ -222,6 +213,13 @@ def one_bit_changed(named: Any) -> Any:
         yield name, tensor
 
 
+def stock_worker_start() -> None:
+    """Be verl's start-up call on a worker that the plugin did not make."""
+    from vllm_consistent.integrations.verl import ConsistentColocateWorkerExtension
+
+    ConsistentColocateWorkerExtension.monkey_patch_model(object(), TOKENIZER_LENGTH)
+
+
 def refusal_of(call: Any) -> str:
     """Return the error that `call()` raises, or "accepted"."""
     try:
@@ -236,13 +234,14 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     from tiny_models import save_tiny_model
 
     torch.set_num_threads(1)
-    sys.path.insert(0, str(verl_cpu.name_vllm(folder / "names")))
+    sys.path.insert(0, str(name_vllm(folder / "names")))
     model = save_tiny_model(folder / "model", family)
     write_tokenizer(model)
     start_process_group(folder)
     worker = start_actor(compose_recipe(model))
     engine = start_engine(model)
     found: dict[str, Any] = {"engine": type(worker.actor.engine).__name__, "steps": []}
+    found["no_plugin"] = refusal_of(stock_worker_start)
     found["dummy"] = refusal_of(lambda: roll_out(engine, 0))
     for step in range(3):
         update_weights(worker, engine)
@@ -266,6 +265,8 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     named = list(training.get_per_tensor_param()[0])
     found["no_receipt"] = refusal_of(lambda: send(iter(named[:-1]), engine))
     found["after_refusal"] = refusal_of(lambda: roll_out(engine, 9))
+    unknown = ("model.no_such.weight", torch.ones(2, dtype=torch.bfloat16))
+    found["unknown"] = refusal_of(lambda: send(iter([unknown, *named]), engine))
     found["one_bit"] = refusal_of(lambda: send(one_bit_changed(named), engine))
     found["sent_again"] = refusal_of(lambda: send(iter(named), engine))
     return found

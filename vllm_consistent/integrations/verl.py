@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from consistent_kernels.errors import ConfigurationError, ConsistencyError, StaleWeightsError
+from consistent_kernels.errors import (
+    ConfigurationError,
+    ContractMismatchError,
+    StaleWeightsError,
+)
 from consistent_kernels.protocol.handover import Handover, split_handover
 from consistent_kernels.protocol.report import ConsistencyReport, check_reports
 from consistent_kernels.protocol.weights import WeightReceipt, check_receipt
@@ -22,6 +26,11 @@ _NO_RECORD = (
     "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig"
 )
 
+_SWITCH = (
+    "Install vllm-consistent on every node and set "
+    "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT=1"
+)
+
 
 class ConsistentColocateWorkerExtension(ConsistencyWorkerExtension, vLLMColocateWorkerExtension):
     """Serves verl's weights only after their receipt and both sides' reports agree.
@@ -31,11 +40,24 @@ class ConsistentColocateWorkerExtension(ConsistencyWorkerExtension, vLLMColocate
     """
 
     handover: Handover | None = None
+    loading_error: Exception | None = None
 
     def monkey_patch_model(
         self, vocab_size: int, banned_token_ids: list[int] | None = None
     ) -> None:
-        """As verl's, called once at start-up: ids that cannot be sampled get -inf logits."""
+        """As verl's, called once at start-up: ids that cannot be sampled get -inf logits.
+
+        Raises:
+            ConfigurationError: the plugin is not active in this worker.
+            ContractMismatchError: something in it computes outside the contract.
+        """
+        if not hasattr(self, "served_weights"):
+            raise ConfigurationError(
+                [f"{type(self).__name__} is not the plugin's worker. {_SWITCH}"], "worker"
+            )
+        problems = ConsistencyReport.from_dict(self.consistency_report()).problems()
+        if problems:
+            raise ContractMismatchError(f"worker {self.rank}: {'; '.join(problems)}. {_SWITCH}")
         super().monkey_patch_model(vocab_size, banned_token_ids)
         if self.vllm_config.load_config.load_format == "dummy":
             self.served_weights.mark_stale(
@@ -56,23 +78,30 @@ class ConsistentColocateWorkerExtension(ConsistencyWorkerExtension, vLLMColocate
             raise ConfigurationError(
                 ["LoRA is not supported; set actor_rollout_ref.model.lora_rank=0"], "weight update"
             )
-        self.handover = None
+        self.handover = self.loading_error = None
         self.served_weights.mark_stale("a weight update is under way")
         super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
         try:
+            if self.loading_error is not None:
+                raise self.loading_error
             self._agree(self.handover)
-        except ConsistencyError as error:
+        except Exception as error:
             self.served_weights.mark_stale(f"the last weight update failed: {error}")
             raise
 
     def _update_weights(
         self, weights: list[tuple[str, torch.Tensor]], peft_config: Any, base_sync_done: bool
     ) -> None:
-        weights, record = split_handover(weights)
-        if record is not None:
-            self.handover = record
-        if weights:
-            super()._update_weights(weights, peft_config, base_sync_done)
+        # The sender waits for every bucket to be taken: an error must not leave it waiting.
+        if self.loading_error is not None:
+            return
+        try:
+            weights, record = split_handover(weights)
+            self.handover = record or self.handover
+            if weights:
+                super()._update_weights(weights, peft_config, base_sync_done)
+        except Exception as error:
+            self.loading_error = error
 
     def _agree(self, expected: Handover | None) -> None:
         if expected is None:

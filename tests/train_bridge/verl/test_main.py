@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("verl", reason="the verl extra is not installed")
-
-import transfer_queue
-from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl_step import KEYS, flipped, step
 
 from consistent_kernels.errors import ContractMismatchError, LogprobMismatchError
 from train_bridge.verl.comparison import MismatchPolicy
-from train_bridge.verl.trainer import MEASURE, MODE, MeasuringTrainer, TrueOnPolicyTrainer
+
+pytest.importorskip("verl", reason="the verl extra is not installed")
 
 pytestmark = pytest.mark.verl
 
@@ -48,6 +43,11 @@ def test_main_refuses_before_ray_starts(tmp_path: Path) -> None:
 
 
 def test_trainers_are_verls_by_name() -> None:
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from train_bridge.verl.trainer import MEASURE, MODE, MeasuringTrainer, TrueOnPolicyTrainer
+
     assert get_trainer_cls(MODE) is TrueOnPolicyTrainer
     assert get_trainer_cls(MEASURE) is MeasuringTrainer
     assert issubclass(TrueOnPolicyTrainer, PPOTrainerSync)
@@ -82,8 +82,14 @@ class Workers:
 @pytest.fixture
 def trainer(
     base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[TrueOnPolicyTrainer, dict[str, torch.Tensor]]:
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """A trainer whose batch is `step()`, without Ray."""
+    # Late: verl's trainer imports vLLM, which no other test should find imported.
+    import transfer_queue
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from train_bridge.verl.trainer import TrueOnPolicyTrainer
+
     fields = step()
     monkeypatch.setattr(PPOTrainerSync, "_compute_old_log_prob", lambda *_: Batch())
     monkeypatch.setattr(PPOTrainerSync, "_compute_ref_log_prob", lambda *_: Batch())
@@ -128,6 +134,8 @@ def test_trainer_goes_on_with_a_warning(
 
 
 def test_measuring_trainer_only_measures(trainer: Any, tmp_path: Path) -> None:
+    from train_bridge.verl.trainer import MeasuringTrainer
+
     made, fields = trainer
     made.__class__ = MeasuringTrainer
     flipped(fields, 0, 0)
@@ -171,5 +179,5 @@ def test_trainer_rejects_another_contract_than_pinned(trainer: Any) -> None:
 
 def test_trainer_presents_itself_as_synchronous(trainer: Any) -> None:
     made, _ = trainer
-    made.trainer_mode = MODE
+    made.trainer_mode = "true_on_policy"
     assert made.trainer_mode == "sync"

@@ -161,7 +161,7 @@ def test_preflight_names_a_package(
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     from tiny_models import save_tiny_model
-    from verl_session import write_tokenizer
+    from word_tokenizer import write_tokenizer
 
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     write_tokenizer(folder)

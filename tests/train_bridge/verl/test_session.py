@@ -66,6 +66,11 @@ def test_verl_rollout_on_dummy_weights_is_refused(session: dict[str, Any]) -> No
     assert "dummy weights" in session["dummy"]
 
 
+def test_verl_worker_without_the_plugin_is_refused(session: dict[str, Any]) -> None:
+    assert session["no_plugin"].startswith("ConfigurationError")
+    assert "env_vars.VLLM_CONSISTENT=1" in session["no_plugin"]
+
+
 def test_verl_vocabulary_beyond_the_tokenizer_is_masked(session: dict[str, Any]) -> None:
     assert max(step["largest_id"] for step in session["steps"]) < 1200
 
@@ -82,6 +87,13 @@ def test_verl_stream_without_a_receipt_is_refused(session: dict[str, Any]) -> No
     assert session["no_receipt"].startswith("StaleWeightsError")
     assert "fsdp_config._target_" in session["no_receipt"]
     assert session["after_refusal"].startswith("StaleWeightsError")
+
+
+def test_verl_stream_with_an_unknown_weight_is_refused_without_a_hang(
+    session: dict[str, Any],
+) -> None:
+    assert "no_such" in session["unknown"]
+    assert session["unknown"] != "accepted"
 
 
 def test_verl_stream_with_one_changed_bit_is_refused(session: dict[str, Any]) -> None:

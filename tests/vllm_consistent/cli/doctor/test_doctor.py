@@ -61,7 +61,7 @@ def test_doctor_json_holds_findings_and_versions() -> None:
 
 def test_doctor_prints_the_digest_of_a_model_on_disk(tmp_path: Path) -> None:
     from tiny_models import save_tiny_model
-    from verl_session import write_tokenizer
+    from word_tokenizer import write_tokenizer
 
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     write_tokenizer(folder)

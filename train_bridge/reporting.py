@@ -8,6 +8,7 @@ from importlib import metadata
 from torch import nn
 
 from consistent_kernels import counters
+from consistent_kernels.binaries import served_binaries
 from consistent_kernels.protocol.report import ConsistencyReport, environment_facts
 from train_bridge.classes import UNUSED
 from train_bridge.hf import bridge_state
@@ -57,6 +58,7 @@ def consistency_report(model: nn.Module) -> ConsistencyReport:
         foreign_layers=foreign,
         calls=counters.snapshot(),
         packages=_versions(),
+        binaries=served_binaries(),
         environment=environment_facts(state.device_type),
         weight_version=state.version.value,
     )

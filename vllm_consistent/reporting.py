@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from consistent_kernels import counters
+from consistent_kernels.binaries import served_binaries
 from consistent_kernels.contract import Contract
 from consistent_kernels.errors import StaleWeightsError
 from consistent_kernels.protocol.report import ConsistencyReport, environment_facts
@@ -86,6 +87,7 @@ def build_report(worker: Any) -> dict[str, Any]:
         calls=calls_since(worker.calls_before),
         patches=patches.applied(),
         packages=packages,
+        binaries=served_binaries(),
         environment=environment_facts(device),
         weight_version=worker.served_weights.version,
         stale=worker.served_weights.stale,

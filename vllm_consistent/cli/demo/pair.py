@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from consistent_kernels.contract import Contract
 from consistent_kernels.protocol import compare_logprobs
+from consistent_kernels.protocol.report import ConsistencyReport, check_reports
 from train_bridge.hf import bridge_model, bridge_state
 from train_bridge.logprobs import token_logprobs
+from train_bridge.reporting import consistency_report
 from train_bridge.weights import push_weights, require_finite, weight_version
 from vllm_consistent.cli.demo import stock
 from vllm_consistent.cli.demo.errors import CheckpointError, RunError
@@ -132,12 +134,15 @@ class BridgedTrainer:
         }
 
     def push(self, engine: LiveEngine) -> Row:
-        """Write the weights into the engine in place and verify its receipt.
+        """Write the weights into the engine in place; verify its receipt, and what both sides ran.
 
         Raises:
             StaleWeightsError: the engine does not prove that it has them.
+            ContractMismatchError: contract, device, versions, binaries or weights are not alike.
         """
         receipt = push_weights(self.model, engine.engine.llm)
+        workers = [ConsistencyReport.from_dict(report) for report in engine.engine.reports()]
+        check_reports(consistency_report(self.model), workers, served=True)
         return {
             "weights/version": receipt.version,
             "weights/digest": receipt.digest.total,

@@ -106,6 +106,12 @@ def _fp8_expert_outputs(
             )
     if impl == "reference":
         return fp8_expert_outputs_ref(x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format)
+    if impl == "deep_gemm":
+        from consistent_kernels.fp8_experts.deep_gemm import fp8_expert_outputs_deep_gemm
+
+        return fp8_expert_outputs_deep_gemm(
+            x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format
+        )
     from consistent_kernels.fp8_experts.triton import fp8_expert_outputs_fwd
 
     return fp8_expert_outputs_fwd(x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format)
@@ -215,7 +221,8 @@ def fp8_expert_outputs(
         topk_ids: [T, K]; -1 sends a slot nowhere.
         scale_format: "fp32" or "ue8m0", of weights and rows.
         limit: DeepSeek-V4's swiglu_limit, or None.
-        impl: "reference" (any device) or "triton" (CUDA).
+        impl: "reference" (any device), "triton" (CUDA) or "deep_gemm" (Hopper; Blackwell with
+            "ue8m0"; x bf16, H a multiple of 128).
 
     Returns:
         [T, K, H]; slots that go nowhere are unspecified, and `combine` does not read them.

@@ -26,16 +26,15 @@ which adds in another order."""
 
 NUM_WARPS, NUM_STAGES = 4, 4
 
-DEEP_GEMM_ROWS = 128
-"""DeepGEMM's contiguous layout starts each expert at a multiple of this."""
-
 _FILES = {
     "reference": ("reference.py",),
     "triton": ("triton.py",),
+    "deep_gemm": ("deep_gemm.py", "deep_gemm_places.py", "deep_gemm_rows.py"),
 }
 _EXPERTS = {
     "reference": ("experts/reference.py", "linear/tiles.py"),
     "triton": ("experts/triton_layout.py", "experts/triton.py", "alignment.py"),
+    "deep_gemm": ("experts/triton.py", "alignment.py", "vendored.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)
@@ -52,7 +51,11 @@ def experts_of(impl: str) -> str:
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton")."""
+    """Return the program of `impl` ("reference", "triton" or "deep_gemm").
+
+    Raises:
+        MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is missing.
+    """
     source = source_sha256("fp8_experts", "spec.py", *_FILES[impl], shared=_EXPERTS[impl])
     return Program(impl, source, _schedule(impl))
 
@@ -62,6 +65,10 @@ def _schedule(impl: str) -> dict[str, Scalar]:
     if impl == "triton":
         tile = {"tile_m": TILE_M, "tile_n": TILE_N, "num_warps": NUM_WARPS}
         return {**tile, "num_stages": NUM_STAGES, **promotion}
+    if impl == "deep_gemm":
+        from consistent_kernels.fp8_linear import spec as fp8_linear
+
+        return dict(fp8_linear.program(impl).schedule)
     from consistent_kernels.linear import spec as linear
 
     return {**promotion, **linear.program("reference").schedule}

@@ -37,8 +37,8 @@ deep_gemm.grouped_gemm = stand_in_gemm
 deep_gemm.check_supported = lambda *_: None
 deep_gemm.quantize_rows = lambda x, scale_format, impl: quantize_rows_fwd(x, scale_format, False)
 
-tokens = 150
-for scale_format in ("fp32", "ue8m0"):
+tokens = 40
+for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0")):
     x, w13, w13_scale, w2, w2_scale, ids = operands(tokens, scale_format)
     flat = ids.view(-1)
     expected = torch.zeros(tokens * SLOTS, w2.shape[1], dtype=torch.bfloat16)
@@ -50,15 +50,10 @@ for scale_format in ("fp32", "ue8m0"):
         hidden = silu_and_mul_fwd(*(part.contiguous() for part in gate_up.chunk(2, 1)))
         values = quantize_rows_fwd(hidden, scale_format, False)
         expected[mine] = fp8_gemm_ref(*values, w2[expert], w2_scale[expert], torch.bfloat16)
-    for layout in ("contiguous", "masked"):
-        y = deep_gemm.fp8_expert_outputs_deep_gemm(
-            x, w13, w13_scale, w2, w2_scale, ids, None, scale_format, layout
-        )
-        assert_bitwise_equal(y.view(expected.shape), expected, layout)
-        y = deep_gemm.fp8_expert_outputs_deep_gemm(
-            x, w13, w13_scale, w2, w2_scale, ids, 0.5, scale_format, layout
-        )
-        assert not torch.equal(y.view(expected.shape), expected), "control: the limit counts"
+    y = deep_gemm.fp8_expert_outputs_deep_gemm(
+        x, w13, w13_scale, w2, w2_scale, ids, None, scale_format, layout
+    )
+    assert_bitwise_equal(y.view(expected.shape), expected, layout)
 
 for masked in (False, True):
     wide = torch.where(ids < 0, EXPERTS + 3, ids)  # beyond the last expert: nowhere too
@@ -155,7 +150,7 @@ def test_experts_deep_gemm_rejects_what_it_cannot_serve() -> None:
         fp8_expert_outputs_deep_gemm(x, *weights, ids, None, "fp32")
     with pytest.raises(UnsupportedError, match=r"float32 .* supported: torch\.bfloat16"):
         fp8_expert_outputs_deep_gemm(x.float(), *weights, ids, None, "fp32")
-    with pytest.raises(UnsupportedError, match="layout 'dense' .* contiguous, masked"):
+    with pytest.raises(UnsupportedError, match=r"layout 'dense' .* contiguous, masked"):
         fp8_expert_outputs_deep_gemm(x, *weights, ids, None, "fp32", "dense")
 
 

@@ -27,7 +27,10 @@ WIDTH = 8192
 """Triton: keys that one program holds in registers; half as many where rows are short."""
 
 CHUNK = 8192
-"""Triton: scores whose group maxima one program forms."""
+"""Triton: scores whose group maxima one program forms at a time."""
+
+PROGRAMS = 528
+"""Triton: programs of a launch while rows can be shared; four a multiprocessor of an H200."""
 
 KEYS_PER_WARP = 512
 """Triton: 16 keys a thread."""

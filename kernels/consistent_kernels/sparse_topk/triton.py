@@ -5,7 +5,7 @@ and, on a tie, by its place: an element of another group loses to k of those max
 selects k groups, then k of their children, down to single scores. Every level holds at most WIDTH
 keys in registers, whatever the values are: no histogram, no candidate list that could overflow.
 
-Each of a row's programs first writes the group maxima of one CHUNK; the last one to arrive (an
+Each of a row's programs first writes the group maxima of its CHUNKs; the last one to arrive (an
 integer counter) runs the tournament. All arithmetic is on integers, so neither which program that
 is nor any order of summation can move a bit. Places stay sorted throughout, so the result is
 written in descending position without a sort.
@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned_rows
-from consistent_kernels.sparse_topk.spec import CHUNK, KEYS_PER_WARP, MAX_REGISTERS, WIDTH
+from consistent_kernels.sparse_topk.spec import (
+    CHUNK,
+    KEYS_PER_WARP,
+    MAX_REGISTERS,
+    PROGRAMS,
+    WIDTH,
+)
 
 # Below every key, NaN's included: a place outside the row's range.
 ABSENT = tl.constexpr(-(1 << 31))
@@ -52,10 +58,10 @@ def _maxima(keys, GROUPS: tl.constexpr, ARITY: tl.constexpr):
 
 
 @triton.jit
-def _chunk_keys(row_ptr, part, first, stop, CHUNK: tl.constexpr):
-    """Keys of the part-th CHUNK of a row; ABSENT outside [first, stop)."""
-    places = part * CHUNK + tl.arange(0, CHUNK)
-    if (part * CHUNK >= first) & ((part + 1) * CHUNK <= stop):
+def _chunk_keys(row_ptr, piece, first, stop, CHUNK: tl.constexpr):
+    """Keys of the piece-th CHUNK of a row; ABSENT outside [first, stop)."""
+    places = piece * CHUNK + tl.arange(0, CHUNK)
+    if (piece * CHUNK >= first) & ((piece + 1) * CHUNK <= stop):
         # Without a mask the loads are 16 bytes wide.
         keys = _ordered(tl.load(row_ptr + places))
     else:
@@ -173,22 +179,24 @@ def _sparse_topk_kernel(
             for _ in tl.static_range(LEVELS):
                 levels += (stop > reach).to(tl.int32)
                 reach *= ARITY
-            parts = tl.where(levels > 0, (stop + CHUNK - 1) // CHUNK, 1)
+            pieces = (stop + CHUNK - 1) // CHUNK
+            parts = tl.where(levels > 0, tl.minimum(tl.num_programs(0), pieces), 1)
         if part < parts:
             last = parts == 1
             level_base = maxima_ptr + row * maxima_stride
             if LEVELS > 0:  # noqa: SIM102 (the compiler knows LEVELS, not levels)
                 if levels > 0:
-                    keys = _chunk_keys(row_ptr, part, first, stop, CHUNK)
-                    size = _groups(columns, ARITY)
-                    store_ptr = level_base
-                    for level in tl.static_range(LEVELS):
-                        keys = _maxima(keys, CHUNK // ARITY ** (level + 1), ARITY)
-                        groups = tl.arange(0, CHUNK // ARITY ** (level + 1))
-                        groups += part * (CHUNK // ARITY ** (level + 1))
-                        tl.store(store_ptr + groups, keys, mask=groups < size)
-                        store_ptr += size
-                        size = _groups(size, ARITY)
+                    for piece in range(part, pieces, parts):
+                        keys = _chunk_keys(row_ptr, piece, first, stop, CHUNK)
+                        size = _groups(columns, ARITY)
+                        store_ptr = level_base
+                        for level in tl.static_range(LEVELS):
+                            keys = _maxima(keys, CHUNK // ARITY ** (level + 1), ARITY)
+                            groups = tl.arange(0, CHUNK // ARITY ** (level + 1))
+                            groups += piece * (CHUNK // ARITY ** (level + 1))
+                            tl.store(store_ptr + groups, keys, mask=groups < size)
+                            store_ptr += size
+                            size = _groups(size, ARITY)
                     # All stores of this program before its ticket; all tickets before the reads.
                     tl.debug_barrier()
                     ticket = tl.atomic_add(
@@ -291,7 +299,9 @@ def sparse_topk_fwd(
         nodes = torch.empty((rows, parents), dtype=torch.int32, device=scores.device)
         if tickets is None:
             tickets = torch.zeros((rows, TICKET_PAD), dtype=torch.int32, device=scores.device)
-    _sparse_topk_kernel[(max(1, -(-columns // CHUNK)) if levels else 1, rows)](
+    # How many programs share a row follows the batch; integers, so it moves no bit.
+    parts = max(1, min(triton.cdiv(columns, CHUNK), PROGRAMS // rows)) if levels else 1
+    _sparse_topk_kernel[(parts, rows)](
         scores.view(torch.int32),
         starts,
         ends,

@@ -53,6 +53,7 @@ INTERPRETED = """
 import torch
 from topk_cases import borders, hazard_scores
 from consistent_kernels.sparse_topk import sparse_topk, sparse_topk_tickets
+from consistent_kernels.sparse_topk import triton as program
 from consistent_kernels.testing import assert_bitwise_equal
 
 def check(scores, bounds, k):
@@ -67,7 +68,8 @@ for k in (7, 2048):
 check(torch.zeros(2, 9000), borders((0, 9000), (3, 8999)), 2048)
 for k in (512, 1500, 2048):
     check(hazard_scores(3, 40000, seed=2), borders((0, 40000), (17, 38000), (30000, 33000)), k)
-check(hazard_scores(2, 140000, seed=3), borders((0, 140000), (1, 133000)), 2048)
+for program.PROGRAMS in (528, 4, 1):  # as many programs as pieces, two or one for a row
+    check(hazard_scores(2, 140000, seed=3), borders((0, 140000), (1, 133000)), 2048)
 print("same")
 """
 
@@ -90,16 +92,17 @@ def test_sparse_topk_interpreted_equals_reference() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("columns", [4096, 32768, 131072])
-def test_sparse_topk_equals_reference_at_length(columns: int) -> None:
-    scores = hazard_scores(5, columns, seed=columns, device="cuda")
+@pytest.mark.parametrize(("rows", "columns"), [(5, 4096), (5, 32768), (5, 131072), (300, 32768)])
+def test_sparse_topk_equals_reference_at_length(rows: int, columns: int) -> None:
+    # 300 rows: one program walks a whole row; 5 rows: many programs share one.
+    scores = hazard_scores(5, columns, seed=columns).repeat(rows // 5, 1).cuda()
     pairs = [(0, columns), (3, columns - 5), (0, 2048), (columns // 2, columns), (9, 8300)]
-    bounds = borders(*[(a, min(b, columns)) for a, b in pairs], device="cuda")
-    tickets = sparse_topk_tickets(8, "cuda")
+    pairs = [(a, min(b, columns)) for a, b in pairs] * (rows // 5)
+    bounds = borders(*pairs, device="cuda")
+    tickets = sparse_topk_tickets(rows, "cuda")
     for k in (512, 2048):
-        expected = sparse_topk(
-            scores.cpu(), bounds[0].cpu(), bounds[1].cpu(), k, impl="reference"
-        ).cuda()
+        few = scores[:5].cpu(), bounds[0][:5].cpu(), bounds[1][:5].cpu()
+        expected = sparse_topk(*few, k, impl="reference").repeat(rows // 5, 1).cuda()
         for _ in range(20):
             got = sparse_topk(scores, *bounds, k, impl="triton", tickets=tickets)
             assert_bitwise_equal(got, expected)

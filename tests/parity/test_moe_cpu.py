@@ -10,3 +10,4 @@ class TestQwen3MoeOnCpu(ParityRelations):
     """16 experts, 4 a token, renormalized; one dense layer among them."""
 
     family = "qwen3_moe"
+    flipped = "model.layers.0.mlp.gate.weight"

@@ -15,6 +15,7 @@ class TestQwen3MoeFullAndPiecewise(ParityRelations):
     """Full graphs for decode, piecewise for mixed batches; the layout of rows is made in them."""
 
     family, device = "qwen3_moe", "cuda"
+    flipped = "model.layers.0.mlp.gate.weight"
     engine_args = {  # noqa: RUF012
         "compilation_config": {
             "cudagraph_mode": "FULL_AND_PIECEWISE",

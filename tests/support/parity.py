@@ -95,6 +95,8 @@ class ParityRelations:
     family: ClassVar[str]
     device: ClassVar[str] = "cpu"
     engine_args: ClassVar[dict[str, Any]] = {}
+    flipped: ClassVar[str] = "model.layers.0.mlp.down_proj.weight"
+    """A weight that every token meets: one flipped bit of it must show."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -232,7 +234,7 @@ class ParityRelations:
     def test_control_one_flipped_bit_diverges(self, engine: Any, checkpoint: Path) -> None:
         samples = rollout(engine, 6)
         model = self.load(checkpoint, torch.bfloat16)
-        weight = model.model.layers[0].mlp.down_proj.weight
+        weight = model.get_parameter(self.flipped)
         with torch.no_grad():
             largest = int(weight.abs().argmax())
             index = (largest // weight.shape[1], largest % weight.shape[1])

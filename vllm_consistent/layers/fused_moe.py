@@ -6,7 +6,6 @@ and a MoERunner (which calls gate, router and experts). Both are pluggable layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,10 +71,10 @@ class ConsistentExpertsMethod(FusedMoEMethodBase):
         for derived, weight, fresh in zip(self.prepared, weights, self.prepare(layer), strict=True):
             derived.rebuild(weight, fresh)
 
-    def weights(self, layer: Any) -> Iterator[torch.Tensor]:
-        """Yield w13 and w2 as the op reads them."""
-        for derived, weight in zip(self.prepared, (layer.w13_weight, layer.w2_weight), strict=True):
-            yield derived.of(weight)
+    def weights(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return w13 and w2 as the op reads them."""
+        w13, w2 = self.prepared
+        return w13.of(layer.w13_weight), w2.of(layer.w2_weight)
 
 
 class ConsistentRoutedExperts(RoutedExperts):

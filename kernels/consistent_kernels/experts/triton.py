@@ -140,7 +140,8 @@ def launch(
         layout: from `expert_layout` with this tile's block_m.
     """
     columns = weight.shape[1] // 2 if gated else weight.shape[1]
-    blocks = layout.tile_expert.numel() * triton.cdiv(columns, tile.block_n)
+    block_n = tile.columns(gated)
+    blocks = layout.tile_expert.numel() * triton.cdiv(columns, block_n)
     x = aligned_rows(x)
     _grouped_linear_fwd_kernel[(blocks,)](
         x,
@@ -159,7 +160,7 @@ def launch(
         GATED=gated,
         HAS_LIMIT=limit is not None,
         BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
+        BLOCK_N=block_n,
         BLOCK_K=tile.block_k,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -30,7 +30,7 @@ fp16 = torch.float16
 for name in ("tiny", "ragged"):
     shape = SHAPES[name]
     w13, w2 = prepared(shape, "reference", "cpu", dtype=fp16)
-    for rows, tile in ((1, GroupedTile(16, 16, 32, 4, 2)), (37, GroupedTile(16, 32, 64, 4, 2))):
+    for rows, tile in ((1, GroupedTile(16, 32, 32, 4, 2)), (37, GroupedTile(16, 32, 64, 4, 2))):
         x = tokens(shape, rows, "cpu", seed=1, dtype=fp16).clamp(-8, 8)
         ids, weights = routing(shape, rows, "cpu", seed=2)
         shared = tokens(shape, rows, "cpu", seed=3, dtype=fp16).clamp(-8, 8)
@@ -96,7 +96,7 @@ def test_grouped_linear_cross_compiles(arch: int, gated: bool, tile: GroupedTile
             "GATED": gated,
             "HAS_LIMIT": gated,
             "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
+            "BLOCK_N": tile.columns(gated),
             "BLOCK_K": tile.block_k,
         },
         num_warps=tile.num_warps,

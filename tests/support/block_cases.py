@@ -101,6 +101,24 @@ class BlockCase:
         return PagedEngine(self, lengths)
 
 
+@dataclasses.dataclass
+class StaticBatch:
+    """The tensors that a captured step reads; rows beyond those filled are padding."""
+
+    hidden: torch.Tensor
+    batch: PagedBatch
+
+    def fill(self, engine: PagedEngine, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Set row i to request i's next token."""
+        count = len(positions)
+        requests = torch.arange(count, device=positions.device)
+        pages = engine.table[requests, positions // BLOCK_SIZE].long()
+        self.hidden[:count] = hidden
+        self.batch.positions[:count] = positions
+        self.batch.requests[:count] = requests.to(torch.int32)
+        self.batch.slots[:count] = pages * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
 class PagedEngine:
     """The engine's form: shuffled pages among poisoned ones, steps of any tokens, padded rows."""
 
@@ -145,6 +163,24 @@ class PagedEngine:
         with torch.no_grad():
             out = self.block.forward(pad(hidden, float("nan")), batch)
         return out[: len(positions)]
+
+    def static_batch(self, rows: int) -> StaticBatch:
+        """Return the tensors of a graph of so many rows, all of them padding."""
+        device = self.table.device
+        hidden = torch.full(
+            (rows, self.block.params.hidden), float("nan"), dtype=torch.bfloat16, device=device
+        )
+        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        batch = PagedBatch(
+            zeros, zeros.to(torch.int32), zeros - 1, self.table, BLOCK_SIZE, self.max_seq_len
+        )
+        return StaticBatch(hidden, batch)
+
+    def warm_up(self, static: StaticBatch) -> None:
+        """Compile and probe what the graph will hold; padding alone, so nothing is stored."""
+        with torch.no_grad():
+            self.block.forward(static.hidden, static.batch)
+        torch.cuda.synchronize()
 
     def run(
         self,

@@ -63,6 +63,12 @@ class BlockOps:
             )
         return self._prepared[name]
 
+    def rounded(self, name: str) -> torch.Tensor:
+        """Return a weight rounded to the model dtype, contiguous."""
+        if name not in self._prepared:
+            self._prepared[name] = self.weights[name].detach().to(self.dtype).contiguous()
+        return self._prepared[name]
+
     def linear(
         self, x: torch.Tensor, name: str, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -72,15 +78,14 @@ class BlockOps:
 
     def grouped_linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """x[:, g] W[g]^T by the weight of that name."""
-        weight = self.weights[name].detach().to(self.dtype).contiguous()
-        return grouped_linear(x, weight, impl=self.programs.other)
+        return grouped_linear(x, self.rounded(name), impl=self.programs.other)
 
     def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
         """RMS norm by the weight of that name, or by ones."""
         if name is None:
             weight = torch.ones(x.shape[-1], dtype=self.dtype, device=x.device)
         else:
-            weight = self.weights[name].detach().to(self.dtype)
+            weight = self.rounded(name)
         return rms_norm(x, weight, eps, impl=self.programs.other)
 
     def interleaved_rotary(
@@ -111,9 +116,7 @@ class BlockOps:
         centered = x32 - halving_sum(x32).unsqueeze(-1) / size
         variance = halving_sum(centered * centered).unsqueeze(-1) / size
         normed = centered / (variance + eps).sqrt()
-        weight, bias = (
-            self.weights[key].detach().to(self.dtype).float() for key in (name, f"{name}_bias")
-        )
+        weight, bias = (self.rounded(key).float() for key in (name, f"{name}_bias"))
         return (normed * weight + bias).to(x.dtype)
 
     def compressor_state(
@@ -133,10 +136,9 @@ class BlockOps:
         params: CompressorParameters,
     ) -> torch.Tensor:
         """Entries of the compressor of that name."""
-        weight = self.weights[f"{name}_norm"].detach().to(self.dtype)
         return compress(
-            state, rows, positions, weight, rope=rope, params=params, dtype=self.dtype,
-            impl=self.programs.other,
+            state, rows, positions, self.rounded(f"{name}_norm"), rope=rope, params=params,
+            dtype=self.dtype, impl=self.programs.other,
         )  # fmt: skip
 
     def sparse_attention(

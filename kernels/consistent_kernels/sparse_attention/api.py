@@ -147,7 +147,7 @@ def sparse_attention(
 
     Returns:
         (out [T, H, d_v] in the dtype of q, lse [T, H] fp32: natural, without the sink; a query that
-        names nothing has out 0 and lse -inf).
+        names nothing has out 0 and lse +inf, as FlashMLA and cuDNN have it).
 
     Numerics:
         A query's bits depend on that query, its sinks and the entries it names, in their order: not

@@ -9,8 +9,7 @@ from consistent_kernels.sparse_attention.reference import gather_entries, tokens
 
 def lse_with_sink(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Return log(row sum + sink), [T, H], +inf for a row that names no entry (all P are 0)."""
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.expand_as(lse))
-    return torch.where(lse == float("-inf"), float("inf"), total)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.expand_as(lse))
 
 
 def grad_of_sinks(

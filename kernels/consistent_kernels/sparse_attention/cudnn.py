@@ -54,14 +54,12 @@ def sparse_attention_bwd_cudnn(
     wrapper = _wrapper()
     heads = q.shape[1]
     no_sink = torch.full((heads,), float("-inf"), device=q.device)
-    # Like FlashMLA it takes +inf for a row that names no entry.
-    their_lse = torch.where(lse == float("-inf"), float("inf"), lse)
     grads = wrapper(
         q.contiguous(),
         kv.contiguous(),
         out.contiguous(),
         grad_out.contiguous(),
-        their_lse.contiguous(),
+        lse.contiguous(),
         no_sink if sinks is None else sinks.contiguous(),
         indices.contiguous(),
         softmax_scale=scale,

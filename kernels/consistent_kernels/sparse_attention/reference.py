@@ -29,6 +29,8 @@ def padded_indices(indices: torch.Tensor, multiple: int) -> torch.Tensor:
     """Return indices [T, K] with -1 columns up to a multiple (and at least one multiple)."""
     width = indices.shape[1]
     target = max(multiple, -(-width // multiple) * multiple)
+    if target == width:
+        return indices
     return torch.nn.functional.pad(indices, (0, target - width), value=-1)
 
 
@@ -76,7 +78,7 @@ def _attend(
     seen = total > 0
     # + 0.0: the sign of an exact zero would follow columns that name nothing.
     out = acc.div_(torch.where(seen, divisor, 1.0).unsqueeze(-1)).add_(0.0)
-    return out, torch.where(seen, m + total.log(), float("-inf"))
+    return out, torch.where(seen, m + total.log(), float("inf"))
 
 
 def sparse_attention_ref(

@@ -20,7 +20,7 @@ SPEC = OpSpec(
         "sink": "exp(sink - maximum) joins the row sum of the output, not the lse",
         "rounding": "once, after the division by the row sum, to the dtype of q; a zero is +0",
         "lse": "maximum + log(row sum), fp32, natural, without the sink",
-        "empty": "a row that names no entry: out 0, lse -inf",
+        "empty": "a row that names no entry: out 0, lse +inf, so that exp(score - lse) is 0",
     },
 )
 

@@ -97,7 +97,7 @@ def _sparse_attention_fwd_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=is_head[:, None],
     )
-    lse = tl.where(seen, m + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+    lse = tl.where(seen, m + tl.log(tl.where(seen, total, 1.0)), float("inf"))
     tl.store(lse_ptr + at, lse, mask=is_head)
 
 

@@ -81,6 +81,30 @@ def test_block_packing_moves_no_bit(case: BlockCase, device: str) -> None:
     assert int(sequences.cu_seqlens[-1]) == sum(lengths)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_graph_replay_equals_eager(name: str) -> None:
+    """One full graph of 8 rows serves decode steps of fewer requests; padded rows hold NaN."""
+    case = BlockCase.make(name, "cuda")
+    lengths = [300, 40, 129]
+    hidden = case.hidden(sum(lengths), seed=7)
+    expected, sequences = trained(case, lengths, hidden)
+    engine = case.engine(lengths)
+    prefill = [[(i, 0, n - 4) for i, n in enumerate(lengths)]]
+    engine.run(hidden, sequences, prefill)
+    static = engine.static_batch(8)
+    engine.warm_up(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        captured = engine.block.forward(static.hidden, static.batch)
+    for back in (4, 3, 2, 1):
+        rows = sequences.cu_seqlens[1:] - back
+        static.fill(engine, hidden[rows], sequences.positions[rows])
+        graph.replay()
+        assert_bitwise_equal(captured[:3], expected[rows], f"{back} before the end")
+
+
 def test_control_a_trainer_without_the_fp8_cache_differs(case: BlockCase, device: str) -> None:
     from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.alignment import aligned
-from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.errors import NumericsError, UnsupportedError
 from consistent_kernels.fp8_experts.deep_gemm_places import Places, expert_places
 from consistent_kernels.fp8_experts.deep_gemm_rows import (
     Quantized,
@@ -19,11 +19,19 @@ from consistent_kernels.fp8_experts.deep_gemm_rows import (
     to_places,
 )
 from consistent_kernels.fp8_linear.deep_gemm import check_supported
+from consistent_kernels.fp8_linear.probe import probe_operands
 from consistent_kernels.quantization import quantize_rows
 from consistent_kernels.vendored import deep_gemm
 
 LAYOUTS = ("contiguous", "masked")
 """Experts one after the other, each from a multiple of 128, or [E, capacity] places."""
+
+PROBED_ROWS = (1, 16, 64, 257)
+"""Row counts whose bits the start-up probe holds against those of LARGEST_ROWS."""
+
+LARGEST_ROWS = 1024
+
+_started: set[tuple[object, ...]] = set()
 
 
 def grouped_gemm(
@@ -55,6 +63,44 @@ def grouped_gemm(
     return y
 
 
+def start(weight: Quantized, scale_format: str) -> None:
+    """Raise unless a row's bits follow neither the layout nor the number of rows; once a shape.
+
+    It waits for the device, so call it, or the op, once before any graph capture. The first use of
+    a shape compiles kernels, which DeepGEMM keeps on disk.
+
+    Args:
+        weight: values [E, N, K] and scale, as served.
+
+    Raises:
+        NumericsError: names the layout and the number of rows that differ.
+    """
+    experts, columns, inner = weight[0].shape
+    device = weight[0].device
+    key = (experts, columns, inner, scale_format, device)
+    if key in _started:
+        return
+    values, scale, *_ = probe_operands(LARGEST_ROWS, columns, inner, device)
+    ids = (torch.arange(LARGEST_ROWS, dtype=torch.int32, device=device) * 7 % experts)[:, None]
+
+    def run(rows: int, layout: str) -> torch.Tensor:
+        places = expert_places(ids[:rows], experts, masked=layout == "masked")
+        x = to_places(values[:rows], scale[:rows], places, slots=1)
+        return from_places(grouped_gemm(x, weight, places, scale_format), places)
+
+    expected = run(LARGEST_ROWS, "contiguous")
+    for layout in LAYOUTS:
+        for rows in PROBED_ROWS:
+            actual = run(rows, layout)
+            if not torch.equal(actual.view(torch.int16), expected[:rows].view(torch.int16)):
+                raise NumericsError(
+                    f"fp8_experts: DeepGEMM's rows for weights ({experts}, {columns}, {inner}) in "
+                    f"the {layout} layout with {rows} rows have other bits than with "
+                    f"{LARGEST_ROWS} contiguous ones. Use impl 'triton' here and report it"
+                )
+    _started.add(key)
+
+
 def fp8_expert_outputs_deep_gemm(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -74,6 +120,7 @@ def fp8_expert_outputs_deep_gemm(
 
     Raises:
         UnsupportedError: x is not bf16, or a shape, device or format that DeepGEMM does not serve.
+        NumericsError: the start-up probe found that bits follow the batch.
     """
     if x.dtype != torch.bfloat16:
         raise UnsupportedError("fp8_experts (deep_gemm)", str(x.dtype), ["torch.bfloat16"])
@@ -88,6 +135,8 @@ def fp8_expert_outputs_deep_gemm(
         return x.new_empty((0, slots, columns))
     flat = aligned(ids.int().contiguous())
     places = expert_places(flat, w2.shape[0], masked=layout == "masked")
+    start((w13, w13_scale), scale_format)
+    start((w2, w2_scale), scale_format)
     values, scale = quantize_rows(x, scale_format=scale_format, impl="triton")
     rows = to_places(values, scale, places, slots)
     gate_up = grouped_gemm(rows, (w13, w13_scale), places, scale_format)

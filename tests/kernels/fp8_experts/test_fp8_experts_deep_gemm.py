@@ -34,6 +34,7 @@ from consistent_kernels.testing import assert_bitwise_equal
 
 interpreted_fp8.install()
 deep_gemm.grouped_gemm = stand_in_gemm
+deep_gemm.LARGEST_ROWS, deep_gemm.PROBED_ROWS = 9, (1, 5)
 deep_gemm.check_supported = lambda *_: None
 deep_gemm.quantize_rows = lambda x, scale_format, impl: quantize_rows_fwd(x, scale_format, False)
 
@@ -54,6 +55,20 @@ for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0")):
         x, w13, w13_scale, w2, w2_scale, ids, None, scale_format, layout
     )
     assert_bitwise_equal(y.view(expected.shape), expected, layout)
+
+def fault(x, weight, places, scale_format):
+    y = stand_in_gemm(x, weight, places, scale_format)
+    if places.capacity is not None and places.place.numel() == 5:
+        y[places.place[2]] += 1.0  # one row of one layout at one size
+    return y
+
+deep_gemm.grouped_gemm = fault
+deep_gemm._started.clear()
+try:
+    deep_gemm.start((w2, w2_scale), "fp32")
+    raise SystemExit("the probe missed a fault")
+except deep_gemm.NumericsError as error:
+    assert "masked layout with 5 rows" in str(error), error
 
 for masked in (False, True):
     wide = torch.where(ids < 0, EXPERTS + 3, ids)  # beyond the last expert: nowhere too

@@ -1,6 +1,7 @@
 """Training side: an HF or Megatron model whose forward runs the engine's kernels."""
 
 from consistent_kernels.protocol import MismatchReport, compare_logprobs
+from train_bridge.determinism import deterministic_gradients
 from train_bridge.hf import bridge_model, unbridge_model
 from train_bridge.hf_interfaces import register_hf_interfaces
 from train_bridge.logprobs import TokenScores, token_logprobs
@@ -13,6 +14,7 @@ __all__ = [
     "bridge_model",
     "compare_logprobs",
     "consistency_report",
+    "deterministic_gradients",
     "push_weights",
     "register_hf_interfaces",
     "token_logprobs",

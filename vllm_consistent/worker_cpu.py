@@ -13,7 +13,7 @@ class ConsistentCPUWorker(ConsistentWorkerMixin, CPUWorker):
     """vLLM's CPU worker (V1 runner) with our sampler and weights."""
 
     def _adopt_runner(self) -> None:
-        from vllm_consistent.runner.runner_v1 import ConsistentCPUModelRunner
+        from vllm_consistent.runner.runner_v1_cpu import ConsistentCPUModelRunner
 
         self.model_runner.__class__ = ConsistentCPUModelRunner
         self.model_runner.adopt()

@@ -31,7 +31,7 @@ class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
             contract = attached(self.vllm_config)
             adopt(self.model_runner, contract.implementation("token_logprobs"))
             return
-        from vllm_consistent.runner.runner_v1 import ConsistentGPUModelRunner
+        from vllm_consistent.runner.runner_v1_cuda import ConsistentGPUModelRunner
 
         self.model_runner.__class__ = ConsistentGPUModelRunner
         self.model_runner.adopt()

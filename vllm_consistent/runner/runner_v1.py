@@ -1,4 +1,8 @@
-"""What our V1 model runners do differently: the sampler, prompt scoring, generators."""
+"""What our V1 model runners do differently: the sampler, prompt scoring, generators.
+
+The classes stand in `runner_v1_cpu.py` and `runner_v1_cuda.py`: vLLM's CPU runner may not be
+imported on CUDA (see `worker_cpu.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_consistent.contracts import attached
 from vllm_consistent.runner.sampler_v1 import ConsistentSampler
 from vllm_consistent.runner.scoring import score_hidden
 
 
-class _RunnerMixin:
+class RunnerV1Mixin:
+    """Goes before vLLM's runner class."""
+
     def adopt(self) -> None:
         """Take over a runner that vLLM's worker has just built."""
         contract = attached(self.vllm_config)
@@ -88,11 +92,3 @@ class _RunnerMixin:
         tensors.logprobs[filled].copy_(logprobs, non_blocking=True)
         tensors.selected_token_ranks[filled].copy_(ranks, non_blocking=True)
         return tensors
-
-
-class ConsistentCPUModelRunner(_RunnerMixin, CPUModelRunner):
-    """V1 on CPU."""
-
-
-class ConsistentGPUModelRunner(_RunnerMixin, GPUModelRunner):
-    """V1 on CUDA."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from expert_cases import Shape, masters, routing, tokens
 
 from consistent_kernels.fp8_experts import fp8_experts, fp8_experts_bwd, quantize_expert_weight

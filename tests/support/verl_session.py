@@ -26,14 +26,20 @@ TEMPERATURE = 0.7
 PROMPTS = [[5 + 11 * i + j for j in range(9 + 4 * i)] for i in range(4)]
 
 
-def start_process_group(folder: Path) -> None:
-    """Be the one rank of a gloo group, with the variables that verl's workers read."""
+def start_process_group(folder: Path, rank: int = 0, world: int = 1) -> None:
+    """Join a gloo group, with the variables that verl's workers read."""
     os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", RAY_LOCAL_WORLD_SIZE="1"
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        RAY_LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        VERL_PLATFORM="cpu",
     )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", VERL_PLATFORM="cpu")
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
 
 
 def compose_recipe(model: Path, *overrides: str) -> Any:
@@ -159,13 +165,16 @@ def response_rows(worker: Any, samples: list[Any]) -> list[torch.Tensor]:
     return list(response_from_nested(output["log_probs"], batch["response_mask"]).unbind())
 
 
-def train(worker: Any, samples: list[Any], old: list[torch.Tensor]) -> dict[str, Any]:
-    """One optimizer step with verl's loss; returns its metrics."""
+def train(
+    worker: Any, samples: list[Any], old: list[torch.Tensor], total: int | None = None
+) -> dict[str, Any]:
+    """One optimizer step with verl's loss over `total` samples on all ranks; returns metrics."""
+    total = total or len(samples)
     batch = verl_batch(
         samples,
         calculate_entropy=True,
-        global_batch_size=len(samples),
-        mini_batch_size=len(samples),
+        global_batch_size=total,
+        mini_batch_size=total,
         epochs=1,
         seed=1,
         dataloader_kwargs={"shuffle": False},

@@ -108,8 +108,9 @@ class ParityRelations:
     def live_engine(cls, checkpoint: Path) -> Iterator[Any]:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
-        # A fraction of the card, so that the classes can run side by side.
-        on_cuda = {"gpu_memory_utilization": 0.3} if cls.device == "cuda" else {}
+        # Pages of a given size: vLLM's profiling fails where other processes free memory meanwhile.
+        pages = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
+        on_cuda = pages if cls.device == "cuda" else {}
         engine = ConsistentEngine(
             str(checkpoint),
             dtype="bfloat16",

@@ -5,6 +5,7 @@ Named by `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ConsistentColocateWorkerExtension(ConsistencyWorkerExtension, vLLMColocate
     """
 
     handover: Handover | None = None
-    loading_error: Exception | None = None
+    loading_error: str | None = None
 
     def monkey_patch_model(
         self, vocab_size: int, banned_token_ids: list[int] | None = None
@@ -83,7 +84,7 @@ class ConsistentColocateWorkerExtension(ConsistencyWorkerExtension, vLLMColocate
         super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
         try:
             if self.loading_error is not None:
-                raise self.loading_error
+                raise StaleWeightsError(f"the trainer's weights do not load: {self.loading_error}")
             self._agree(self.handover)
         except Exception as error:
             self.served_weights.mark_stale(f"the last weight update failed: {error}")
@@ -101,7 +102,10 @@ class ConsistentColocateWorkerExtension(ConsistencyWorkerExtension, vLLMColocate
             if weights:
                 super()._update_weights(weights, peft_config, base_sync_done)
         except Exception as error:
-            self.loading_error = error
+            # As text: a traceback would keep the bucket's memory in use, and closing it would fail.
+            self.loading_error = f"{type(error).__name__}: {error}"
+        if self.loading_error is not None:
+            gc.collect()
 
     def _agree(self, expected: Handover | None) -> None:
         if expected is None:

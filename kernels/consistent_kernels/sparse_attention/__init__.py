@@ -5,6 +5,13 @@ from consistent_kernels.sparse_attention.api import (
     sparse_attention,
     sparse_attention_bwd,
 )
+from consistent_kernels.sparse_attention.fp8 import sparse_attention_fp8
 from consistent_kernels.sparse_attention.indices import window_and_selected
 
-__all__ = ["check_indices", "sparse_attention", "sparse_attention_bwd", "window_and_selected"]
+__all__ = [
+    "check_indices",
+    "sparse_attention",
+    "sparse_attention_bwd",
+    "sparse_attention_fp8",
+    "window_and_selected",
+]

@@ -68,6 +68,29 @@ _SHARED = {"reference": ("tree.py",), "triton": ("triton_tree.py",), "flash_mla"
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)
 
+_FP8_FILES = {
+    "reference": ("fp8.py", "reference.py"),
+    "flash_mla": ("fp8_flash_mla.py",),
+}
+
+FP8_IMPLEMENTATIONS = tuple(_FP8_FILES)
+
+
+def fp8_program(impl: str) -> Program:
+    """Return the program of `sparse_attention_fp8`; of "flash_mla" with the binary's SHA-256."""
+    source = source_sha256("sparse_attention", "spec.py", *_FP8_FILES[impl], shared=_SHARED[impl])
+    schedule = dict(_SCHEDULES["reference"][1])
+    if impl == "flash_mla":
+        from consistent_kernels.vendored import find_binary
+
+        schedule = {
+            "kernel": "sparse_decode_fwd",
+            "entry_tile": ENTRY_TILE,
+            "parts": "one takes all",
+            "binary_sha256": find_binary("_flashmla_C").sha256,
+        }
+    return Program(impl, source, schedule)
+
 
 def program(impl: str) -> Program:
     """Return the program of `impl`; of "flash_mla" it holds the SHA-256 of vLLM's binary."""

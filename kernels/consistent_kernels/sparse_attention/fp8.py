@@ -1,0 +1,138 @@
+"""Sparse attention straight from FP8 caches: what gather and `sparse_attention` do, in one op."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.counters import count
+from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, gather_kv_fp8, workspace_indices
+from consistent_kernels.sparse_attention.reference import padded_indices, sparse_attention_ref
+from consistent_kernels.sparse_attention.spec import ENTRY_TILE, FP8_IMPLEMENTATIONS
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""(pages [blocks, block_size, bytes] uint8, slots [T, K] int32)."""
+
+_VALUE_WIDTH = 512
+_LAYOUTS = {layout.width: layout for layout in (V32, V4)}
+
+_LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "sparse_attention_fp8(Tensor q, Tensor cache, Tensor slots, Tensor? extra_cache, "
+    "Tensor? extra_slots, Tensor? sinks, float scale, str impl) -> (Tensor, Tensor)"
+)
+
+
+def _read(cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Dequantized rows [T, K, width] of physical slots: positions of one contiguous request."""
+    zero = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
+    return gather_kv_fp8(cache, slots, zero, layout=layout, impl="reference", starts=zero[:1])
+
+
+def _sparse_attention_fp8(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    extra_cache: torch.Tensor | None,
+    extra_slots: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count("sparse_attention_fp8", impl)
+    if impl == "flash_mla":
+        from consistent_kernels.sparse_attention.fp8_flash_mla import sparse_attention_fp8_fwd
+
+        extra = None if extra_cache is None else (extra_cache, extra_slots)
+        return sparse_attention_fp8_fwd(q, (cache, slots), extra, sinks, scale, _VALUE_WIDTH)
+    layout = _LAYOUTS[q.shape[2]]
+    parts = [(cache, slots)] + ([] if extra_cache is None else [(extra_cache, extra_slots)])
+    padded = [(pages, padded_indices(columns, ENTRY_TILE)) for pages, columns in parts]
+    rows = torch.cat([_read(pages, columns, layout) for pages, columns in padded], dim=1)
+    indices = workspace_indices(torch.cat([columns for _, columns in padded], dim=1))
+    entries = rows.view(-1, layout.width)
+    return sparse_attention_ref(q, entries, indices, sinks, scale, _VALUE_WIDTH)
+
+
+_LIBRARY.impl("sparse_attention_fp8", _sparse_attention_fp8, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::sparse_attention_fp8", lib=_LIBRARY)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _width = q.shape
+    return (
+        q.new_empty((tokens, heads, _VALUE_WIDTH)),
+        q.new_empty((tokens, heads), dtype=torch.float32),
+    )
+
+
+def _check_cache(
+    op: str, name: str, cache: torch.Tensor, slots: torch.Tensor, q: torch.Tensor, layout: KVLayout
+) -> None:
+    if cache.dim() != 3 or cache.dtype != torch.uint8 or cache.shape[2] != layout.token_bytes:
+        raise invalid(
+            op,
+            name,
+            f"uint8 [blocks, block_size, {layout.token_bytes}]",
+            f"{cache.dtype} {tuple(cache.shape)}",
+        )
+    if slots.dim() != 2 or slots.dtype != torch.int32 or slots.shape[0] != len(q):
+        raise invalid(
+            op,
+            f"slots of {name}",
+            f"int32 [{len(q)}, K]",
+            f"{slots.dtype} {tuple(slots.shape)}",
+        )
+    if cache.device != q.device or slots.device != q.device:
+        raise invalid(op, name, f"on {q.device}", f"{cache.device}, {slots.device}")
+
+
+def sparse_attention_fp8(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    scale: float,
+    extra: Cache | None = None,
+    sinks: torch.Tensor | None = None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_attention` over entries of FP8 caches, named by physical slots; d_v is 512.
+
+    One read path for prefill, decode and training, as gather and `sparse_attention` are, but
+    without a workspace. The two paths are two programs: one contract takes one of them. The columns
+    of `slots`, padded to whole tiles of 64, come before those of `extra`.
+
+    Source: FlashMLA's sparse FP8 decode (vLLM `flash_mla_with_kvcache`), with a schedule of ours.
+
+    Args:
+        q: [T, H, 576] (V3.2) or [T, H, 512] (V4), bf16.
+        cache: [blocks, block_size, 656 or 584] uint8, layout V32 or V4 of `kv_cache_fp8`.
+        slots: [T, K] int32, page * block_size + offset; -1 names nothing.
+        extra: a second (cache, slots), V4 alone: the window's, then the compressed entries'.
+        sinks: [H] fp32 or None.
+        impl: "reference" (any device) or "flash_mla" (SM90, SM100; at most 128 heads).
+
+    Returns:
+        (out [T, H, 512] bf16, lse [T, H] fp32), as `sparse_attention`.
+
+    Raises:
+        InvalidInputError: shape, dtype or device.
+        UnsupportedError: unknown impl, or a shape that it does not serve.
+    """
+    op = "sparse_attention_fp8"
+    require_implementation(op, impl, FP8_IMPLEMENTATIONS)
+    if q.dim() != 3 or q.dtype != torch.bfloat16 or q.shape[2] not in _LAYOUTS:
+        raise invalid(op, "q", "bfloat16 [T, H, 576 or 512]", f"{q.dtype} {tuple(q.shape)}")
+    layout = _LAYOUTS[q.shape[2]]
+    _check_cache(op, "cache", cache, slots, q, layout)
+    if extra is not None:
+        if layout is not V4:
+            raise invalid(op, "extra", "None for the V3.2 layout", "a second cache")
+        _check_cache(op, "extra", *extra, q, layout)
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != q.shape[1:2]):
+        raise invalid(op, "sinks", f"float32 [{q.shape[1]}]", f"{sinks.dtype} {tuple(sinks.shape)}")
+    more = (None, None) if extra is None else extra
+    return torch.ops.consistent_kernels.sparse_attention_fp8(
+        q, cache, slots, *more, sinks, scale, impl
+    )

@@ -20,8 +20,12 @@ from consistent_kernels.kv_cache_fp8 import (
     workspace_indices,
     write_kv_fp8,
 )
-from consistent_kernels.sparse_attention import sparse_attention, sparse_attention_bwd
-from consistent_kernels.sparse_attention.spec import IMPLEMENTATIONS
+from consistent_kernels.sparse_attention import (
+    sparse_attention,
+    sparse_attention_bwd,
+    sparse_attention_fp8,
+)
+from consistent_kernels.sparse_attention.spec import FP8_IMPLEMENTATIONS, IMPLEMENTATIONS
 
 OP = "sparse_attention"
 _PAGE = 64
@@ -31,6 +35,10 @@ _NO_BACKWARD = "stock vLLM has no backward"
 _DECODE = (
     "stock decode reads FP8 inside its attention kernel, with splits that follow the batch; ours "
     "gathers to bf16 and runs the prefill kernel, so that prefill and decode are one arithmetic"
+)
+_DIRECT = (
+    "the kernel is stock's; ours runs it without the splits that follow the batch, so few queries "
+    "leave multiprocessors idle"
 )
 _SAME = "stock's prefill calls the same kernel; what is added is padding of the indices"
 
@@ -113,7 +121,10 @@ def _forward(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
 
 
 def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
-    """Every query its own request with a context of 4 k entries in FP8 pages."""
+    """Every query its own request with a context of 4 k entries in FP8 pages.
+
+    Through a bf16 workspace (gather, then the sparse forward), and straight from the pages.
+    """
     q, positions, sinks = _inputs(setting, form, queries)
     context = 4 * form.columns
     pages = context // _PAGE
@@ -139,6 +150,32 @@ def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
             relations=functools.partial(check_rows, run, queries),
             reason=_DECODE if setting.device == "cuda" else _NO_CPU,
         )
+
+    first = torch.arange(queries, dtype=torch.int32, device=setting.device)[:, None] * context
+    slots = positions + first
+    for impl in setting.implementations(FP8_IMPLEMENTATIONS):
+        run = functools.partial(_direct, q, cache, slots, sinks, impl)
+        yield Case(
+            op="sparse_attention_fp8",
+            shape=_shape(form, queries),
+            impl=impl,
+            ours=functools.partial(run, slice(0, queries)),
+            stock=_stock_decode(q, cache, positions, sinks, context),
+            relations=functools.partial(check_rows, run, queries),
+            reason=_DIRECT if setting.device == "cuda" else _NO_CPU,
+        )
+
+
+def _direct(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    sinks: torch.Tensor | None,
+    impl: str,
+    rows: slice,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = q.shape[2] ** -0.5
+    return sparse_attention_fp8(q[rows], cache, slots[rows], scale=scale, sinks=sinks, impl=impl)
 
 
 def _unified(

@@ -62,9 +62,38 @@ class Shape:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class MoeShape(Shape):
+    """A random Qwen3-MoE whose every layer has experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+
+    def config(self) -> Any:
+        """Return the Hugging Face configuration."""
+        from transformers import Qwen3MoeConfig
+
+        dense = super().config().to_dict()
+        dense.pop("layer_types", None)
+        return Qwen3MoeConfig(
+            **dense
+            | dataclasses.asdict(self)
+            | {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
+        )
+
+
 MODELS: dict[str, Shape | None] = {
     "qwen3_8b": Shape(4096, 12288, 36, 32, 8, 128, 151_936, False),
     "qwen3_0_6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, True),
+    # Qwen3-30B-A3B with 8 of its 48 layers, so that two engines start quickly beside each other.
+    "qwen3_30b_a3b": MoeShape(2048, 6144, 8, 32, 4, 128, 151_936, False, 128, 8, 768),
     "smollm2": None,
 }
 """Shape of a random model, or None for real weights."""
@@ -72,6 +101,7 @@ MODELS: dict[str, Shape | None] = {
 TINY_MODELS: dict[str, Shape | None] = {
     "qwen3_8b": Shape(192, 320, 2, 4, 2, 64, 1280, False),
     "qwen3_0_6b": Shape(128, 256, 2, 2, 1, 64, 1280, True),
+    "qwen3_30b_a3b": MoeShape(128, 256, 2, 2, 1, 64, 1280, False, 8, 2, 64),
     "smollm2": Shape(128, 192, 2, 2, 1, 64, 1280, True),
 }
 
@@ -191,7 +221,19 @@ def random_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
         mean, std = _distribution(name, parameter.shape, shape)
         values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         values.normal_(mean, std, generator=generator)
-        yield name, values.to(torch.bfloat16)
+        yield from _published(name, values.to(torch.bfloat16))
+
+
+def _published(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a parameter under the names of a published checkpoint: experts stand one by one."""
+    module, _, parameter = name.rpartition(".")
+    if not module.endswith(".experts"):
+        yield name, values
+        return
+    parts = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else (parameter,)
+    for expert, stacked in enumerate(values):
+        for part, rows in zip(parts, stacked.chunk(len(parts)), strict=True):
+            yield f"{module}.{expert}.{part}.weight", rows.contiguous()
 
 
 def _distribution(name: str, size: torch.Size, shape: Shape) -> tuple[float, float]:

@@ -75,4 +75,21 @@ def test_shapes_are_those_of_the_published_models() -> None:
     # The model cards: 8.2B, and 0.6B of which 0.44B are no embeddings.
     assert counts["qwen3_8b"] / 1e9 == pytest.approx(8.19, abs=0.01)
     assert counts["qwen3_0_6b"] / 1e9 == pytest.approx(0.596, abs=0.001)
+    # 30.5B with 48 layers: 48 / 8 of the layers here, and the two embeddings of 0.31B.
+    embeddings = 2 * 151_936 * 2048
+    assert (counts["qwen3_30b_a3b"] - embeddings) * 6 + embeddings == pytest.approx(
+        30.5e9, rel=2e-3
+    )
     assert math.isclose(MODELS["qwen3_8b"].config().rope_parameters["rope_theta"], 1e6)
+
+
+def test_experts_stand_one_by_one_as_published(tmp_path: Path) -> None:
+    found = checkpoint("qwen3_30b_a3b", tmp_path, shapes=TINY_MODELS)
+    names = json.loads((found.path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "model.layers.1.mlp.experts.7.up_proj.weight" in names
+    model = AutoModelForCausalLM.from_pretrained(found.path)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    written = dict(models.random_weights(TINY_MODELS["qwen3_30b_a3b"]))
+    layer = model.model.layers[1].mlp.experts
+    up = written["model.layers.1.mlp.experts.7.up_proj.weight"]
+    assert torch.equal(layer.gate_up_proj[7, 64:], up)

@@ -276,7 +276,8 @@ def test_enough_is_evenly_spread_and_no_more() -> None:
 
 def test_works_cover_the_table_and_keys_are_unique() -> None:
     assert len({work.key for work in WORKS}) == len({work.name for work in WORKS}) == len(WORKS)
-    assert {work.model for work in WORKS} == {"qwen3_8b", "qwen3_0_6b", "smollm2"}
+    models = {"qwen3_8b", "qwen3_0_6b", "qwen3_30b_a3b", "smollm2"}
+    assert {work.model for work in WORKS} == models
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.key)

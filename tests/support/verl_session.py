@@ -222,6 +222,25 @@ def one_bit_changed(named: Any) -> Any:
         yield name, tensor
 
 
+def resume(
+    worker: Any, engine: Any, folder: Path, samples: list[Any], old: list[torch.Tensor]
+) -> dict[str, Any]:
+    """Save, train on, load again with verl's checkpoints; then score, send and roll out."""
+    checkpoint = str(folder / "checkpoint")
+    worker.save_checkpoint(checkpoint, global_step=2)
+    train(worker, samples, old)
+    moved = compare(samples, response_rows(worker, samples))
+    worker.load_checkpoint(checkpoint)
+    restored = compare(samples, response_rows(worker, samples))
+    update_weights(worker, engine)
+    fresh = roll_out(engine, 5)
+    return {
+        "moved": moved,
+        "restored": restored,
+        "first_step": compare(fresh, response_rows(worker, fresh)),
+    }
+
+
 def stock_worker_start() -> None:
     """Be verl's start-up call on a worker that the plugin did not make."""
     from vllm_consistent.integrations.verl import ConsistentColocateWorkerExtension
@@ -266,6 +285,7 @@ def main(family: str, folder: Path) -> dict[str, Any]:
         if step < 2:
             entry["metrics"] = train(worker, samples, old)
         found["steps"].append(entry)
+    found["resumed"] = resume(worker, engine, folder, samples, old)
     training = worker.actor.engine
     training._valid_vocab = 1 << 30
     found["unmasked"] = compare(samples, response_rows(worker, samples))

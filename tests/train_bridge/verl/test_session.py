@@ -61,6 +61,14 @@ def test_verl_training_forward_equals_old_log_probs(session: dict[str, Any]) -> 
         assert step["metrics"]["grad_norm"][0] > 0
 
 
+def test_verl_resume_starts_bit_equal(session: dict[str, Any]) -> None:
+    resumed = session["resumed"]
+    assert resumed["moved"]["mismatched"] > 0, "the control: a step in between changes bits"
+    assert resumed["restored"]["mismatched"] == 0
+    assert resumed["first_step"]["mismatched"] == 0
+    assert resumed["first_step"]["tokens"] > 100
+
+
 def test_verl_rollout_on_dummy_weights_is_refused(session: dict[str, Any]) -> None:
     assert session["dummy"].startswith("StaleWeightsError")
     assert "dummy weights" in session["dummy"]

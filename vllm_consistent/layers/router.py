@@ -22,6 +22,10 @@ class ConsistentGateMethod(ConsistentLinearMethod):
             layer.weight.data, dtype=layer.params_dtype, impl=self.impl, out_dtype=torch.float32
         )
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Rebuild the prepared weight, and nothing else: fp32 results need no packed copy."""
+        self.prepared.rebuild(layer.weight, self.prepare(layer))
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> [T, E] fp32."""
         weight = self.prepared.of(layer.weight)

@@ -15,6 +15,7 @@ from consistent_kernels.quantization.spec import GROUP
 from consistent_kernels.quantization.triton import (
     group_scale,
     magnitude_bits,
+    scaled_rows,
     to_fp8,
     written_scale,
 )
@@ -94,7 +95,7 @@ def _activate_and_quantize_kernel(
     hidden = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
     hidden = hidden.to(x_ptr.dtype.element_ty).to(tl.float32)
     scale, finite = group_scale(tl.max(magnitude_bits(hidden), 1), UE8M0)
-    scaled = tl.div_rn(hidden, tl.broadcast_to(scale[:, None], (BLOCK, GROUP)))
+    scaled = scaled_rows(hidden, scale, BLOCK, GROUP, UE8M0)
     tl.store(q_ptr + place * WIDTH + columns, to_fp8(scaled, finite[:, None]), mask=inside)
     s_at = s_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
     tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)

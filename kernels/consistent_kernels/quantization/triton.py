@@ -58,6 +58,18 @@ def to_fp8(scaled, finite):
 
 
 @triton.jit
+def scaled_rows(x, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, UE8M0: tl.constexpr):
+    """x [BLOCK, GROUP] / scale [BLOCK], IEEE."""
+    if UE8M0:
+        # The reciprocal of a power of two is exact, so this is the quotient, for less.
+        inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
+        scaled = x * inverse[:, None]
+    else:
+        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], (BLOCK, GROUP)))
+    return scaled
+
+
+@triton.jit
 def written_scale(scale, finite):
     nan = tl.full(scale.shape, _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
     return tl.where(finite, scale, nan)
@@ -83,12 +95,7 @@ def _quantize_rows_fwd_kernel(
     inside = columns < K
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scale, finite = group_scale(tl.max(magnitude_bits(x), 1), UE8M0)
-    if UE8M0:
-        # The reciprocal of a power of two is exact, so this is the quotient, for less.
-        inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
-        scaled = x * inverse[:, None]
-    else:
-        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], (BLOCK, GROUP)))
+    scaled = scaled_rows(x, scale, BLOCK, GROUP, UE8M0)
     tl.store(q_ptr + row * K + columns, to_fp8(scaled, finite[:, None]), mask=inside)
     s_at = s_ptr + row * s_row_stride + groups.to(tl.int64) * s_column_stride
     tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)

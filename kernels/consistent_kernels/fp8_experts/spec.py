@@ -34,7 +34,7 @@ _FILES = {
 _EXPERTS = {
     "reference": ("experts/reference.py", "linear/tiles.py"),
     "triton": ("experts/triton_layout.py", "experts/triton.py", "alignment.py"),
-    "deep_gemm": ("experts/triton.py", "alignment.py", "vendored.py"),
+    "deep_gemm": ("experts/triton.py", "quantization/triton.py", "alignment.py", "vendored.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)

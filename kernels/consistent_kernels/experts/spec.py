@@ -55,7 +55,9 @@ TILES_BY_ROWS = (
 Sizes as in vLLM's table for 128 experts of width 768 on an H200 (fused_moe/configs).
 """
 
-SORT_BLOCK = 1024
+SORT_BLOCKS = ((8192, 1024, 4), (0, 4096, 8))
+"""(rows up to which it is used, rows read at once, warps): integers, which no bit follows."""
+
 COMBINE_BLOCK = 1024
 NUM_WARPS = 4
 

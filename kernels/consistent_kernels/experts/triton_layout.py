@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from consistent_kernels.experts.spec import NUM_WARPS, SORT_BLOCK
+from consistent_kernels.experts.spec import SORT_BLOCKS
 
 
 @triton.jit(do_not_specialize=["rows", "capacity", "max_tiles"])
@@ -104,6 +104,7 @@ def expert_layout(
         tiles = rows // block_m + num_experts
     order = torch.empty(places, dtype=torch.int32, device=ids.device)
     expert, start, end = torch.empty((3, tiles), dtype=torch.int32, device=ids.device)
+    block, warps = next(pick for most, *pick in SORT_BLOCKS if rows <= most or most == 0)
     _expert_layout_kernel[(num_experts,)](
         ids,
         order,
@@ -115,7 +116,7 @@ def expert_layout(
         tiles,
         MASKED=masked,
         BLOCK_M=block_m,
-        BLOCK=SORT_BLOCK,
-        num_warps=NUM_WARPS,
+        BLOCK=block,
+        num_warps=warps,
     )
     return ExpertLayout(order, expert, start, end, places)

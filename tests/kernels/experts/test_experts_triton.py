@@ -12,7 +12,7 @@ from consistent_kernels.experts.spec import (
     BASE_TILE,
     COMBINE_BLOCK,
     NUM_WARPS,
-    SORT_BLOCK,
+    SORT_BLOCKS,
     TILES_BY_ROWS,
     GroupedTile,
 )
@@ -44,7 +44,7 @@ for name in ("tiny", "ragged"):
                 torch.testing.assert_close(out, expected, rtol=2**-9, atol=2**-9)
 # The layout itself, with counts on both sides of a tile and of a block of the scan.
 generator = torch.Generator().manual_seed(5)
-for rows in (1, 16, 17, 1500):
+for rows in (1, 16, 17, 1500, 8193):
     ids = torch.randint(-1, 7, (rows,), generator=generator).int()
     ids[ids == 3] = 2
     for capacity in (None, rows):
@@ -108,7 +108,8 @@ def test_grouped_linear_cross_compiles(arch: int, gated: bool, tile: GroupedTile
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("masked", [True, False])
-def test_expert_layout_cross_compiles(arch: int, masked: bool) -> None:
+@pytest.mark.parametrize(("block", "warps"), [pick[1:] for pick in SORT_BLOCKS])
+def test_expert_layout_cross_compiles(arch: int, masked: bool, block: int, warps: int) -> None:
     from consistent_kernels.experts.triton_layout import _expert_layout_kernel
 
     pointers = ("ids_ptr", "order_ptr", "tile_expert_ptr", "tile_start_ptr", "tile_end_ptr")
@@ -117,8 +118,8 @@ def test_expert_layout_cross_compiles(arch: int, masked: bool) -> None:
         arch=arch,
         signature=dict.fromkeys(pointers, "*i32")
         | dict.fromkeys(("rows", "capacity", "max_tiles"), "i32"),
-        constexprs={"MASKED": masked, "BLOCK_M": BASE_TILE.block_m, "BLOCK": SORT_BLOCK},
-        num_warps=NUM_WARPS,
+        constexprs={"MASKED": masked, "BLOCK_M": BASE_TILE.block_m, "BLOCK": block},
+        num_warps=warps,
     )
     assert cubin.startswith(b"\x7fELF")
 

@@ -6,8 +6,11 @@ bits cannot depend on the batch, the phase or the lengths; see `plan.py`.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import threading
+from typing import Any
 
 import torch
 
@@ -50,6 +53,16 @@ def _bmm(a: torch.Tensor, b: torch.Tensor, name: str, group: TileGroup) -> torch
     return torch.bmm(a, b, out=_scratch(group, name, (a.shape[0], a.shape[1], b.shape[2])))
 
 
+@functools.cache
+def _loops_module() -> Any:
+    # Numba comes with vLLM; without it (or a place for its cache) keys are moved by two PyTorch
+    # calls instead of one loop.
+    try:
+        return importlib.import_module("consistent_kernels.attention.loops")
+    except (ImportError, RuntimeError):
+        return None
+
+
 def _query_tiles(q: torch.Tensor, group: TileGroup, params: AttentionParameters) -> torch.Tensor:
     """Gather queries as fp32 [pairs * Hk, R, D]; one GEMM tile a pair and key head."""
     gathered = q.reshape(-1, params.head_dim).index_select(0, group.query_index)
@@ -59,9 +72,12 @@ def _query_tiles(q: torch.Tensor, group: TileGroup, params: AttentionParameters)
 def _key_tiles(rows: torch.Tensor, group: TileGroup, params: AttentionParameters) -> torch.Tensor:
     """Gather keys, then values, as fp32 [pairs * Hk, 64, D]; both share their memory."""
     heads, width = params.num_kv_heads, params.head_dim
+    tiles = _scratch(group, "tiles", (group.bias.shape[0], heads, KEY_TILE, width))
+    loops = _loops_module()
+    if loops is not None and loops.gather_tiles(rows, group.key_rows, tiles):
+        return tiles.view(-1, KEY_TILE, width)
     gathered = _scratch(group, "rows", (group.key_rows.numel(), heads, width), rows.dtype)
     torch.index_select(rows, 0, group.key_rows, out=gathered)
-    tiles = _scratch(group, "tiles", (group.bias.shape[0], heads, KEY_TILE, width))
     tiles.copy_(gathered.view(-1, KEY_TILE, heads, width).transpose(1, 2))
     return tiles.view(-1, KEY_TILE, width)
 

@@ -66,7 +66,7 @@ FLASH_PAGE_SIZES = (16, 32, 64)
 
 _SCHEDULES = {
     "reference": (
-        ("parameters.py", "tile_shape.py", "plan.py", "reference.py"),
+        ("parameters.py", "tile_shape.py", "plan.py", "reference.py", "loops.py"),
         {"key_tile": KEY_TILE, "tile_rows": TILE_ROWS, "gemm": "fp32 torch.bmm, 2 or more tiles"},
     ),
     "triton": (

@@ -41,19 +41,28 @@ def _rotate(positions_at, cos_at, sin_at, x_at, y_at, tokens, stride, heads, wid
     sin = numba.carray(sin_at, (limit, half))
     x = numba.carray(x_at, (tokens * stride,))
     y = numba.carray(y_at, (tokens * heads * width,))
+    # A slice and a plain index: only such loops are vectorized.
+    values, turned = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(tokens):
         position = positions[t]
         if position < 0 or position >= limit:
             return 1
+        c, s = cos[position], sin[position]
         for h in range(heads):
             a, b = t * stride + h * width, (t * heads + h) * width
+            source, target = x[a : a + width], y[b : b + width]
+            for j in range(width):
+                values[j] = _wide(source[j])
+            first, second = values[:half], values[half : 2 * half]
+            first_out, second_out = turned[:half], turned[half : 2 * half]
             for j in range(half):
-                x1, x2 = _wide(x[a + j]), _wide(x[a + half + j])
-                c, s = cos[position, j], sin[position, j]
-                y[b + j] = _rounded(x1 * c - x2 * s)
-                y[b + half + j] = _rounded(x2 * c + x1 * s)
+                first_out[j] = first[j] * c[j] - second[j] * s[j]
+            for j in range(half):
+                second_out[j] = second[j] * c[j] + first[j] * s[j]
+            for j in range(2 * half):
+                target[j] = _rounded(turned[j])
             for j in range(2 * half, width):
-                y[b + j] = x[a + j]
+                target[j] = source[j]
     return 0
 
 

@@ -15,7 +15,13 @@ from vllm.model_executor.layers.linear import (
 )
 
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.linear import linear, prepare_weight
+from consistent_kernels.linear import (
+    PackedWeight,
+    linear,
+    linear_packed,
+    pack_weight,
+    prepare_weight,
+)
 from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
 
@@ -30,6 +36,7 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
         super().__init__()
         self.impl = current_contract(type(layer).__name__).implementation("linear")
         self.prepared = Derived()
+        self.packed: list[PackedWeight] | None = None
         if layer.skip_bias_add:
             raise UnsupportedError("linear", "skip_bias_add=True", ["skip_bias_add=False"])
         sizes = list(layer.output_partition_sizes)
@@ -44,14 +51,34 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Rebuild the prepared weight, into the old one's storage where there is one."""
         self.prepared.rebuild(layer.weight, self.prepare(layer))
+        parts = self._weights(layer)
+        if self.packed is None:
+            packed = [pack_weight(part, impl=self.impl) for part in parts]
+            self.packed = [] if None in packed else packed
+            return
+        for each, part in zip(self.packed, parts, strict=bool(self.packed)):
+            each.rebuild(part)
+
+    def packed_follows(self, layer: Any) -> bool:
+        """Return whether every packed copy holds the weight that is served now."""
+        parts = self._weights(layer)
+        return all(each.follows(part) for each, part in zip(self.packed or (), parts, strict=False))
+
+    def _weights(self, layer: Any) -> tuple[torch.Tensor, ...]:
+        weight = self.prepared.of(layer.weight.data)
+        return (weight,) if self.parts is None else weight.split(self.parts)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, K] -> [T, N] in the dtype of x; one rounding, after the bias."""
-        weight = self.prepared.of(layer.weight)
         if self.parts is None:
-            return linear(x, weight, bias, impl=self.impl)
+            if self.packed:
+                return linear_packed(x, self.packed[0], bias)
+            return linear(x, self.prepared.of(layer.weight), bias, impl=self.impl)
         biases = [None] * len(self.parts) if bias is None else bias.split(self.parts)
-        pieces = zip(weight.split(self.parts), biases, strict=True)
+        if self.packed:
+            pairs = zip(self.packed, biases, strict=True)
+            return torch.cat([linear_packed(x, w, b) for w, b in pairs], dim=1)
+        pieces = zip(self._weights(layer), biases, strict=True)
         return torch.cat([linear(x, w, b, impl=self.impl) for w, b in pieces], dim=1)
 
 

@@ -109,6 +109,12 @@ class ServedWeights:
         """Recompute every derived weight; raise StaleWeightsError naming one that differs."""
         for path, module in self._model.named_modules():
             method = getattr(module, "quant_method", None)
+            follows = getattr(method, "packed_follows", None)
+            if follows is not None and not follows(module):
+                raise StaleWeightsError(
+                    f"{path}: the packed weight does not follow the loaded one; somebody wrote "
+                    "into the parameter. Use update_weights_in_place"
+                )
             derived = _as_tuple(getattr(method, "prepared", None))
             if all(getattr(each, "own", None) is None for each in derived):
                 continue

@@ -6,7 +6,8 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
-from consistent_kernels.linear.onednn import linear_onednn
+from consistent_kernels.linear.onednn import linear_onednn, linear_packed_onednn
+from consistent_kernels.linear.packing import PackedWeight, packed_weight
 from consistent_kernels.linear.reference import linear_bwd_ref, linear_ref
 from consistent_kernels.linear.spec import IMPLEMENTATIONS
 
@@ -16,6 +17,7 @@ _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype, str impl) -> Tensor"
 )
+_LIBRARY.define("linear_packed(Tensor x, Tensor? bias, int columns, int packed) -> Tensor")
 
 
 def _check_impl(op: str, impl: str) -> None:
@@ -41,7 +43,15 @@ def _linear(
     return linear_fwd(x, weight, bias, out_dtype)
 
 
+def _linear_packed(
+    x: torch.Tensor, bias: torch.Tensor | None, columns: int, packed: int
+) -> torch.Tensor:
+    count("linear", "onednn")
+    return linear_packed_onednn(x, packed_weight(packed), bias)
+
+
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_packed", _linear_packed, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("consistent_kernels::linear", lib=_LIBRARY)
@@ -53,6 +63,11 @@ def _(
     impl: str,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+@torch.library.register_fake("consistent_kernels::linear_packed", lib=_LIBRARY)
+def _(x: torch.Tensor, bias: torch.Tensor | None, columns: int, packed: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], columns))
 
 
 def _prepared_dtype(dtype: torch.dtype, impl: str, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -144,6 +159,34 @@ def linear(
             f"{bias.dtype} of shape {tuple(bias.shape)}",
         )
     return torch.ops.consistent_kernels.linear(x, weight, bias, out_dtype or x.dtype, impl)
+
+
+def linear_packed(
+    x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y = round(x W^T + b) from a packed weight: bit-equal to `linear(..., impl="onednn")`.
+
+    For an engine, which multiplies by one weight many times; it has no backward.
+
+    Args:
+        x: [T, K] bf16.
+        packed: from `pack_weight`, rebuilt after each change of the weight.
+        bias: [N] bf16, or None.
+
+    Returns:
+        [T, N] bf16.
+
+    Raises:
+        InvalidInputError: shape or dtype.
+    """
+    op = "linear_packed"
+    if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] != packed.inner:
+        raise invalid(op, "x", f"bfloat16 [T, {packed.inner}]", f"{x.dtype} {tuple(x.shape)}")
+    if bias is not None and (bias.shape != (packed.columns,) or bias.dtype != x.dtype):
+        raise invalid(
+            op, "bias", f"bfloat16 ({packed.columns},)", f"{bias.dtype} {tuple(bias.shape)}"
+        )
+    return torch.ops.consistent_kernels.linear_packed(x, bias, packed.columns, packed.number)
 
 
 def linear_bwd(

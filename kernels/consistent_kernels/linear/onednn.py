@@ -7,9 +7,10 @@ import functools
 import torch
 
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.linear.probe import rows_per_call
+from consistent_kernels.linear.probe import probe_inputs, rows_per_call
 from consistent_kernels.linear.reference import linear_ref
-from consistent_kernels.linear.tiles import linear_by_calls
+from consistent_kernels.linear.spec import TILE_ROWS
+from consistent_kernels.linear.tiles import linear_by_calls, row_calls
 
 
 @functools.cache
@@ -67,3 +68,77 @@ def linear_onednn(
     columns, inner = weight.shape
     sizes = rows_per_call(multiply_bf16, columns, inner, torch.bfloat16)
     return linear_by_calls(x, weight, bias, out_dtype, sizes=sizes, multiply=multiply_bf16)
+
+
+def _multiply_packed(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` [N, K] bf16 in oneDNN's own layout; `.to_dense()` gives it back."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, TILE_ROWS)
+
+
+@functools.cache
+def packed_rows(columns: int, inner: int) -> tuple[int, ...]:
+    """Return the row counts whose packed calls give the bytes of the unpacked 16-row tile; cached.
+
+    Empty where packing changes a bit of the tile itself: that shape is then not packed. Checked
+    with and without a bias.
+    """
+    largest = max(rows_per_call(multiply_bf16, columns, inner, torch.bfloat16))
+    x, weight = probe_inputs(max(largest, 4 * TILE_ROWS), columns, inner, torch.bfloat16)
+    bias = x.flatten()[:inner].repeat(-(-columns // inner))[:columns].contiguous()
+    packed = pack(weight)
+    good = []
+    for rows in rows_per_call(multiply_bf16, columns, inner, torch.bfloat16):
+        checked = max(rows, TILE_ROWS)
+        if all(_same_bytes(x[:checked], weight, packed, b, rows) for b in (None, bias)):
+            good.append(rows)
+    return tuple(good) if TILE_ROWS in good else ()
+
+
+def _same_bytes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+) -> bool:
+    expected = linear_by_calls(
+        x, weight, bias, torch.bfloat16, sizes=(TILE_ROWS,), multiply=multiply_bf16
+    )
+    parts = [_multiply_packed(part, packed, bias) for part in x.split(rows)]
+    return torch.equal(torch.cat(parts).view(torch.int16), expected.view(torch.int16))
+
+
+def linear_packed_onednn(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """y = round(x W^T + b), bit-equal to `linear_onednn` on the weight that was packed.
+
+    Args:
+        x: [T, K] bf16; packed: of `pack`, whose shape `packed_rows` admits; bias: [N] or None.
+
+    Returns:
+        [T, N] bf16.
+    """
+    columns, inner = packed.shape
+    rows = x.shape[0]
+    calls = row_calls(rows, packed_rows(columns, inner))
+    if calls == ((0, rows),):
+        return _multiply_packed(x.contiguous(), packed, bias)
+    padded = calls[-1][0] + calls[-1][1] if calls else 0
+    staged = x.contiguous()
+    if padded != rows:
+        staged = torch.zeros((padded, inner), dtype=x.dtype)
+        staged[:rows] = x
+    if len(calls) == 1:
+        return _multiply_packed(staged, packed, bias)[:rows]
+    out = torch.empty((padded, columns), dtype=x.dtype)
+    for start, size in calls:
+        part = slice(start, start + size)
+        out[part] = _multiply_packed(staged[part], packed, bias)
+    return out[:rows]

@@ -54,7 +54,7 @@ GROUP_ROWS = 8
 
 _FILES = {
     "reference": ("reference.py", "tiles.py"),
-    "onednn": ("onednn.py", "reference.py", "tiles.py"),
+    "onednn": ("onednn.py", "packing.py", "reference.py", "tiles.py"),
     "triton": ("triton.py",),
     "deep_gemm": ("deep_gemm.py", "triton.py"),
 }

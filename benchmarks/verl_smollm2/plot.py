@@ -52,12 +52,15 @@ def main(source: Path, target: Path) -> None:
     for axis, (name, title) in zip(axes.flat, PANELS, strict=True):
         for run, entries in runs.items():
             steps, values = series(entries, name)
-            axis.plot(steps, values, color=COLORS[run], label=LABELS[run], marker=".")
+            style = {"color": COLORS[run], "label": LABELS[run], "marker": ".", "clip_on": False}
+            axis.plot(steps, values, **style)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("GRPO step", fontsize=9)
         axis.grid(alpha=0.3)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         if name.endswith(("k3_kl", "abs_diff_max")):
             axis.set_yscale("symlog", linthresh=1e-9)
+        axis.set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=9)
     figure.suptitle("SmolLM2-135M-Instruct, verl GRPO on sums, one H200", fontsize=11)
     figure.savefig(target, dpi=110)

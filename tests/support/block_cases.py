@@ -32,7 +32,7 @@ PROGRAMS = [
     pytest.param("cpu", id="cpu"),
     pytest.param("cuda", id="cuda", marks=[pytest.mark.gpu, needs_cuda]),
 ]
-BLOCKS = ("v32", "v4-window", "v4-csa", "v4-hca")
+BLOCKS = ("v32", "v4-window", "v4-csa", "v4-hca", "v32-fp8", "v4-csa-fp8")
 
 
 def parameters(name: str, device: str) -> V32Parameters | V4Parameters:
@@ -82,9 +82,16 @@ class BlockCase:
 
     @classmethod
     def make(cls, name: str, device: str) -> BlockCase:
-        """Make the block of that name with the programs of the device."""
-        params = parameters(name, device)
+        """Make the block of that name with the programs of the device.
+
+        A name that ends in "-fp8" reads keys straight from the FP8 pages.
+        """
+        kind = name.removesuffix("-fp8")
+        params = parameters(kind, device)
         programs = CUDA if device == "cuda" else CPU
+        if kind != name:
+            programs = dataclasses.replace(programs, read="fp8")
+        name = kind
         return cls(name, device, params, programs, make_weights(params, device))
 
     def trainer(self) -> torch.nn.Module:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps
+from consistent_kernels.blocks.parameters import LATENT
 from consistent_kernels.compressor import CompressorParameters
+from consistent_kernels.kv_cache_fp8 import KVLayout
 from consistent_kernels.rotary import RopeParameters
 from train_bridge.functions.compressor import CompressFunction, CompressorStateFunction
 from train_bridge.functions.grouped_linear import GroupedLinearFunction
 from train_bridge.functions.interleaved_rotary import InterleavedRotaryFunction
+from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
 from train_bridge.functions.linear import LinearFunction
 from train_bridge.functions.rms_norm import RMSNormFunction
-from train_bridge.functions.sparse_attention import SparseAttentionFunction
+from train_bridge.functions.sparse_attention import (
+    SparseAttentionFP8Function,
+    SparseAttentionFunction,
+)
 
 
 class TrainableBlockOps(BlockOps):
@@ -95,3 +101,33 @@ class TrainableBlockOps(BlockOps):
         return SparseAttentionFunction.apply(
             q, kv, indices, values, scale, d_v, self.programs.attention, self.backward
         )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        layout: KVLayout,
+        scale: float,
+        extra: tuple[torch.Tensor, torch.Tensor] | None = None,
+        sinks: str | None = None,
+    ) -> torch.Tensor:
+        """Attend to packed rows through a private FP8 cache, by the engine's read path.
+
+        Args:
+            q: [T, H, width]; kv: [S, width] bf16; indices: [T, K] int32 rows of kv, or -1.
+            extra: a second (kv, indices), whose columns come behind.
+        """
+        if self.programs.read == "fp8":
+            values = None if sinks is None else self.weights[sinks]
+            more = (None, None) if extra is None else extra
+            return SparseAttentionFP8Function.apply(
+                q, kv, indices, *more, values, scale, layout, self.programs.attention,
+                self.programs.other, self.backward,
+            )  # fmt: skip
+        rows = KVCacheFP8Function.apply(kv, layout, self.programs.other)
+        if extra is not None:
+            behind = KVCacheFP8Function.apply(extra[0], layout, self.programs.other)
+            more = torch.where(extra[1] >= 0, extra[1] + len(rows), -1)
+            rows, indices = torch.cat((rows, behind)), torch.cat((indices, more), dim=1)
+        return self.sparse_attention(q, rows, indices, scale, LATENT, sinks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps, BlockPrograms, V32Parameters, v32_weight_shapes
-from consistent_kernels.blocks.parameters import LATENT
 from consistent_kernels.blocks.v32 import project, project_index, project_out
 from consistent_kernels.indexer import indexer_scores
 from consistent_kernels.kv_cache_fp8 import (
@@ -18,7 +17,6 @@ from consistent_kernels.kv_cache_fp8 import (
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
 from train_bridge.blocks.packing import PackedSequences
-from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
 
 
 def index_keys(k: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +73,7 @@ class PackedV32Attention(torch.nn.Module):
         selected = self._select(ops, hidden.detach(), projected.compressed_q.detach(), sequences)
         starts = sequences.starts.to(torch.int32).unsqueeze(1)
         indices = torch.where(selected >= 0, selected + starts, -1)
-        rows = KVCacheFP8Function.apply(projected.entry, V32, self.programs.other)
-        latent = ops.sparse_attention(projected.query, rows, indices, self.params.scale, LATENT)
+        latent = ops.attend(projected.query, projected.entry, indices, V32, self.params.scale)
         return project_out(ops, latent)
 
     @torch.no_grad()

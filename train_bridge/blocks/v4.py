@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps, BlockPrograms, V4Parameters, v4_weight_shapes
-from consistent_kernels.blocks.parameters import LATENT
 from consistent_kernels.blocks.v4 import (
     all_entries,
     project,
@@ -20,7 +19,6 @@ from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
 from train_bridge.blocks.packing import PackedSequences
 from train_bridge.blocks.v32 import index_keys
-from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
 
 
 class PackedV4Attention(torch.nn.Module):
@@ -60,8 +58,7 @@ class PackedV4Attention(torch.nn.Module):
         ops.backward = self.backward_name
         params, positions = self.params, sequences.positions
         projected = project(ops, params, hidden, positions)
-        rows = [KVCacheFP8Function.apply(projected.entry, V4, self.programs.other)]
-        selected = base = None
+        extra = None
         if params.ratio > 1:
             state_rows, first, cu_entries = packed_windows(sequences.cu_seqlens, params.compressor)
             kv_score = ops.linear(hidden, "compress", torch.float32)
@@ -69,22 +66,16 @@ class PackedV4Attention(torch.nn.Module):
             entries = ops.compress(
                 state, "compress", state_rows, first, params.head_rope, params.compressor
             )
-            rows.append(KVCacheFP8Function.apply(entries, V4, self.programs.other))
             own = cu_entries[sequences.sequence]
             selected = self._select(
                 weights, hidden.detach(), projected.compressed_q.detach(), sequences, own
             )
-            base = own + len(positions)
-        indices = window_and_selected(
-            positions,
-            window=params.window,
-            window_base=sequences.starts,
-            selected=selected,
-            selected_base=base,
+            places = selected + own.to(torch.int32).unsqueeze(1)
+            extra = (entries, torch.where(selected >= 0, places, -1))
+        window = window_and_selected(
+            positions, window=params.window, window_base=sequences.starts, multiple=1
         )
-        out = ops.sparse_attention(
-            projected.query, torch.cat(rows), indices, params.scale, LATENT, "sinks"
-        )
+        out = ops.attend(projected.query, projected.entry, window, V4, params.scale, extra, "sinks")
         return project_out(ops, params, out, positions)
 
     @torch.no_grad()

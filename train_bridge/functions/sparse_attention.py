@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from consistent_kernels.sparse_attention import sparse_attention, sparse_attention_bwd
+from consistent_kernels.kv_cache_fp8 import KVLayout, gather_kv_fp8, new_cache, write_kv_fp8
+from consistent_kernels.sparse_attention import (
+    sparse_attention,
+    sparse_attention_bwd,
+    sparse_attention_fp8,
+)
 
 
 class SparseAttentionFunction(torch.autograd.Function):
@@ -49,3 +54,87 @@ class SparseAttentionFunction(torch.autograd.Function):
             backward=ctx.backward_name,
         )
         return grad_q, grad_kv, None, grad_sinks, None, None, None, None
+
+
+_PAGE = 64
+
+
+def _private_cache(kv: torch.Tensor, layout: KVLayout, impl: str) -> torch.Tensor:
+    """Return pages that hold row i of kv [S, width] in slot i."""
+    cache = new_cache(max(1, -(-len(kv) // _PAGE)), _PAGE, layout, kv.device)
+    slots = torch.arange(len(kv), dtype=torch.int32, device=kv.device)
+    write_kv_fp8(kv, cache, slots, layout=layout, impl=impl)
+    return cache
+
+
+def _rows(cache: torch.Tensor, layout: KVLayout, impl: str) -> torch.Tensor:
+    """Return all slots of a private cache dequantized, [slots, width]."""
+    places = torch.arange(cache.shape[0] * cache.shape[1], dtype=torch.int32, device=cache.device)
+    zero = torch.zeros(1, dtype=torch.int32, device=cache.device)
+    return gather_kv_fp8(cache, places[None], zero, layout=layout, impl=impl, starts=zero)[0]
+
+
+class SparseAttentionFP8Function(torch.autograd.Function):
+    """out = sparse_attention_fp8 over private FP8 caches of kv and extra_kv.
+
+    The rounding to FP8 is passed straight through: gradients go to kv and extra_kv as if the rows
+    that attention read were theirs.
+
+    Args of `apply`: q [T, H, width]; kv [S, width] bf16; slots [T, K] int32, rows of kv; extra_kv,
+    extra_slots (V4) or None; sinks [H] fp32 or None; scale; layout; impl; other (of the caches);
+    backward ("own" or "cudnn").
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        slots: torch.Tensor,
+        extra_kv: torch.Tensor | None,
+        extra_slots: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        scale: float,
+        layout: KVLayout,
+        impl: str,
+        other: str,
+        backward: str = "own",
+    ) -> torch.Tensor:
+        cache = _private_cache(kv, layout, other)
+        extra = None
+        if extra_kv is not None:
+            extra = (_private_cache(extra_kv, layout, other), extra_slots)
+        out, lse = sparse_attention_fp8(
+            q, cache, slots, scale=scale, extra=extra, sinks=sinks, impl=impl
+        )
+        ctx.save_for_backward(
+            q, cache, slots, *((None, None) if extra is None else extra), out, lse, sinks
+        )
+        ctx.rows = (len(kv), 0 if extra_kv is None else len(extra_kv))
+        ctx.scale, ctx.layout, ctx.other, ctx.backward_name = scale, layout, other, backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+        q, cache, slots, extra_cache, extra_slots, out, lse, sinks = ctx.saved_tensors
+        rows, indices = _rows(cache, ctx.layout, ctx.other), slots
+        first = len(rows)
+        if extra_cache is not None:
+            rows = torch.cat((rows, _rows(extra_cache, ctx.layout, ctx.other)))
+            more = torch.where(extra_slots >= 0, extra_slots + first, -1)
+            indices = torch.cat((slots, more), dim=1)
+        grad_q, grad_rows, grad_sinks = sparse_attention_bwd(
+            grad_out,
+            q,
+            rows,
+            indices,
+            out,
+            lse,
+            scale=ctx.scale,
+            sinks=sinks,
+            impl="triton" if q.is_cuda else "reference",
+            backward=ctx.backward_name,
+        )
+        own, extra = ctx.rows
+        grad_extra = grad_rows[first : first + extra] if extra_cache is not None else None
+        return (grad_q, grad_rows[:own], None, grad_extra, None, grad_sinks, *(None,) * 5)

@@ -14,7 +14,7 @@ from consistent_kernels.interleaved_rotary import interleaved_rotary
 from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.rms_norm import rms_norm
 from consistent_kernels.rotary import RopeParameters, rotary
-from consistent_kernels.sparse_attention import sparse_attention
+from consistent_kernels.sparse_attention import sparse_attention, sparse_attention_fp8
 from consistent_kernels.tree import halving_sum
 
 
@@ -154,4 +154,19 @@ class BlockOps:
         values = None if sinks is None else self.weights[sinks].detach()
         return sparse_attention(
             q, kv, indices, scale=scale, d_v=d_v, sinks=values, impl=self.programs.attention
+        )[0]
+
+    def sparse_attention_fp8(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        scale: float,
+        extra: tuple[torch.Tensor, torch.Tensor] | None = None,
+        sinks: str | None = None,
+    ) -> torch.Tensor:
+        """Attention over named slots of FP8 caches, with the sinks of that name."""
+        values = None if sinks is None else self.weights[sinks].detach()
+        return sparse_attention_fp8(
+            q, cache, slots, scale=scale, extra=extra, sinks=values, impl=self.programs.attention
         )[0]

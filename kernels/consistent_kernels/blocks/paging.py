@@ -28,6 +28,13 @@ class PagedBatch:
     block_size: int
     max_seq_len: int
 
+    def physical(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the slots [T, K] int32 of places [T, K] of each token's request; -1 stays -1."""
+        column = (places.clamp_min(0) // self.block_size).clamp_max(self.block_table.shape[1] - 1)
+        pages = self.block_table[self.requests.long().unsqueeze(1), column.long()].long()
+        slots = pages * self.block_size + places % self.block_size
+        return torch.where(places >= 0, slots, -1).to(torch.int32)
+
     def slots_of(self, places: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Return the slots [T] of a place each, -1 where not `stored` or on a padded row."""
         column = (places // self.block_size).clamp_max(self.block_table.shape[1] - 1)

@@ -12,6 +12,7 @@ LATENT, ROPE, INDEX_DIM = 512, 64, 128
 """Widths of every published DeepSeek MLA; the cache layouts of `kv_cache_fp8` hold them."""
 
 COMPRESS_RATIOS = (1, 4, 128)
+READS = ("workspace", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +22,21 @@ class BlockPrograms:
     Attributes:
         linear: of `linear`.
         indexer: of `indexer_scores`.
-        attention: of `sparse_attention`.
+        attention: of `sparse_attention`, or of `sparse_attention_fp8`.
+        read: how attention reads the FP8 caches: "workspace" (gathered to bf16) or "fp8" (from the
+            pages). Two programs; both sides take the same one.
         other: of everything else ("reference" or "triton").
     """
 
     linear: str = "reference"
     indexer: str = "reference"
     attention: str = "reference"
+    read: str = "workspace"
     other: str = "reference"
+
+    def __post_init__(self) -> None:
+        if self.read not in READS:
+            raise UnsupportedError("BlockPrograms", f"read {self.read!r}", READS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,15 +152,18 @@ class PagedV32Attention:
             columns=batch.max_seq_len, impl=self.ops.programs.indexer,
         )  # fmt: skip
         selected = sparse_topk(scores, torch.zeros_like(seen), seen, params.topk, impl=other)
+        return project_out(self.ops, self._attend(projected.query, selected, batch))
+
+    def _attend(
+        self, query: torch.Tensor, selected: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
+        scale = self.params.scale
+        if self.ops.programs.read == "fp8":
+            slots = batch.physical(selected)
+            return self.ops.sparse_attention_fp8(query, self.cache, slots, scale)
         workspace = gather_kv_fp8(
-            self.cache, selected, batch.requests, layout=V32, impl=other,
+            self.cache, selected, batch.requests, layout=V32, impl=self.ops.programs.other,
             block_table=batch.block_table,
         )  # fmt: skip
-        latent = self.ops.sparse_attention(
-            projected.query,
-            workspace.view(-1, V32.width),
-            workspace_indices(selected),
-            params.scale,
-            LATENT,
-        )
-        return project_out(self.ops, latent)
+        rows = workspace.view(-1, V32.width)
+        return self.ops.sparse_attention(query, rows, workspace_indices(selected), scale, LATENT)

@@ -175,21 +175,43 @@ class PagedV4Attention:
         window = window_and_selected(
             batch.positions, window=params.window, window_base=zero, multiple=1
         )
-        parts, places = [self._gather(self.cache, window, batch)], [workspace_indices(window)]
+        selected = None
         if self.entries is not None:
             selected = self._select(hidden, projected.compressed_q, batch)
+        attend = self._attend_fp8 if ops.programs.read == "fp8" else self._attend
+        out = attend(projected.query, window, selected, batch)
+        return project_out(ops, params, out, batch.positions)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        window: torch.Tensor,
+        selected: torch.Tensor | None,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        parts, places = [self._gather(self.cache, window, batch)], [workspace_indices(window)]
+        if self.entries is not None and selected is not None:
             rows = workspace_indices(selected)
             places.append(torch.where(rows >= 0, rows + window.numel(), -1))
             parts.append(self._gather(self.entries.cache, selected, batch))
-        out = ops.sparse_attention(
-            projected.query,
-            torch.cat([part.view(-1, LATENT) for part in parts]),
-            torch.cat(places, dim=1),
-            params.scale,
-            LATENT,
-            "sinks",
+        rows = torch.cat([part.view(-1, LATENT) for part in parts])
+        indices = torch.cat(places, dim=1)
+        return self.ops.sparse_attention(query, rows, indices, self.params.scale, LATENT, "sinks")
+
+    def _attend_fp8(
+        self,
+        query: torch.Tensor,
+        window: torch.Tensor,
+        selected: torch.Tensor | None,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        extra = None
+        if self.entries is not None and selected is not None:
+            extra = (self.entries.cache, batch.physical(selected))
+        slots = batch.physical(window)
+        return self.ops.sparse_attention_fp8(
+            query, self.cache, slots, self.params.scale, extra, "sinks"
         )
-        return project_out(ops, params, out, batch.positions)
 
     def _gather(self, cache: torch.Tensor, places: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         return gather_kv_fp8(

@@ -26,6 +26,12 @@ def case(request: pytest.FixtureRequest, device: str) -> BlockCase:
     return BlockCase.make(request.param, device)
 
 
+@pytest.fixture(params=["v32", "v4-csa"])
+def selecting(request: pytest.FixtureRequest, device: str) -> BlockCase:
+    """The blocks with an indexer: those with the most that could depend on the batch."""
+    return BlockCase.make(request.param, device)
+
+
 def trained(
     case: BlockCase, lengths: list[int], hidden: torch.Tensor
 ) -> tuple[torch.Tensor, PackedSequences]:
@@ -50,7 +56,8 @@ def test_block_train_equals_infer(case: BlockCase, device: str) -> None:
         assert_bitwise_equal(out, expected, name)
 
 
-def test_block_token_by_token_equals_train(case: BlockCase, device: str) -> None:
+def test_block_token_by_token_equals_train(selecting: BlockCase, device: str) -> None:
+    case = selecting
     lengths = [21] if device == "cpu" else [150]
     hidden = case.hidden(sum(lengths), seed=1)
     expected, sequences = trained(case, lengths, hidden)
@@ -58,7 +65,8 @@ def test_block_token_by_token_equals_train(case: BlockCase, device: str) -> None
     assert_bitwise_equal(case.engine(lengths).run(hidden, sequences, plan), expected)
 
 
-def test_block_64_requests_equal_each_alone(case: BlockCase, device: str) -> None:
+def test_block_64_requests_equal_each_alone(selecting: BlockCase, device: str) -> None:
+    case = selecting
     lengths = [1 + i % 5 + (30 if i % 32 == 5 else 0) for i in range(64)]
     hidden = case.hidden(sum(lengths), seed=2)
     expected, sequences = trained(case, lengths, hidden)
@@ -70,7 +78,8 @@ def test_block_64_requests_equal_each_alone(case: BlockCase, device: str) -> Non
         assert_bitwise_equal(alone, expected[rows])
 
 
-def test_block_packing_moves_no_bit(case: BlockCase, device: str) -> None:
+def test_block_packing_moves_no_bit(selecting: BlockCase, device: str) -> None:
+    case = selecting
     lengths = [19, 64, 5]
     hidden = case.hidden(sum(lengths), seed=3)
     whole, sequences = trained(case, lengths, hidden)
@@ -105,12 +114,15 @@ def test_block_graph_replay_equals_eager(name: str) -> None:
         assert_bitwise_equal(captured[:3], expected[rows], f"{back} before the end")
 
 
-def test_control_a_trainer_without_the_fp8_cache_differs(case: BlockCase, device: str) -> None:
+def test_control_a_trainer_without_the_fp8_cache_differs(selecting: BlockCase, device: str) -> None:
     from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
 
+    case = selecting
     lengths = [33]
     hidden = case.hidden(33, seed=4)
     expected, _ = trained(case, lengths, hidden)
+    programs = dataclasses.replace(case.programs, read="workspace")
+    case = dataclasses.replace(case, programs=programs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCacheFP8Function, "apply", lambda kv, layout, impl: kv)
         other, _ = trained(case, lengths, hidden)

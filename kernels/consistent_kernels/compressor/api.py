@@ -48,10 +48,23 @@ def _compress(
     params = CompressorParameters(ratio, overlap, weight.shape[0], norm_eps)
     tables = rope_tables(rope, state.device)
     if impl == "reference":
+        _check_range(rows, state.shape[0])
         return compress_ref(state, rows, positions, weight, *tables, params, dtype)
     from consistent_kernels.compressor.triton import compress_fwd
 
     return compress_fwd(state, rows, positions, weight, *tables, params, dtype)
+
+
+def _check_range(rows: torch.Tensor, count: int) -> None:
+    wrong = (rows < -1) | (rows >= count)
+    if bool(wrong.any()):
+        entry, token = (int(i) for i in wrong.nonzero()[0])
+        raise invalid(
+            "compress",
+            f"rows[{entry}, {token}]",
+            f"-1 or a row of state below {count}",
+            int(rows[entry, token]),
+        )
 
 
 def _compressor_state(
@@ -253,7 +266,8 @@ def compress(
     Args:
         state: [N, 2 W] fp32 contiguous, from `compressor_state`, packed or as the rows of pages.
         rows: [E, tokens] int32, rows of state, from `packed_windows` or `paged_windows`; -1 for a
-            token that does not exist. Rows that none names are never read.
+            token that does not exist. Rows that none names are never read. The reference
+            refuses a row out of range; on CUDA nobody looks.
         positions: [E] integers: of the first own token of each window, (position // ratio) * ratio.
         weight: [head_dim], any float dtype (used as fp32).
         rope: its rotary_dim last columns are rotated in adjacent pairs.

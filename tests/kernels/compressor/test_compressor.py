@@ -304,6 +304,10 @@ def test_compressor_rejects_bad_inputs() -> None:
         compress(state, rows, first, inputs.weight[:63], **kwargs)
     with pytest.raises(InvalidInputError, match=r"kv_score must be float32 \[n, 256\]"):
         compressor_state(inputs.kv_score[:, 1:], inputs.bias, inputs.positions, impl="reference")
+    beyond = rows.clone()
+    beyond[3, 1] = len(state)
+    with pytest.raises(InvalidInputError, match=r"rows\[3, 1\] must be -1 or a row of state below"):
+        compress(state, beyond, first, inputs.weight, **kwargs)
     with pytest.raises(InvalidInputError, match="a power of two tokens, got 3"):
         CompressorParameters(ratio=3, overlap=False, head_dim=64, norm_eps=1e-6)
     with pytest.raises(UnsupportedError, match="impl 'cuda' is not supported"):

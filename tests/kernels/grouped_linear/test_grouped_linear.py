@@ -86,6 +86,20 @@ def test_grouped_linear_compiled_equals_eager(impl_device: tuple[str, str]) -> N
     assert_bitwise_equal(compiled(x), grouped_linear(x, weight, impl=impl))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_grouped_linear_graph_replay_equals_eager() -> None:
+    x, weight = inputs("cuda")
+    eager = grouped_linear(x, weight, impl="triton")
+    static = torch.full_like(x, float("nan"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = grouped_linear(static, weight, impl="triton")
+    static[:50] = x[:50]
+    graph.replay()
+    assert_bitwise_equal(captured[:50], eager[:50])
+
+
 def test_grouped_linear_grad_matches_reference(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     x, weight = inputs(device)

@@ -93,6 +93,20 @@ def test_interleaved_rotary_compiled_equals_eager(impl_device: tuple[str, str]) 
     assert_bitwise_equal(compiled(x), there_and_back(x))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_interleaved_rotary_graph_replay_equals_eager() -> None:
+    positions, x = inputs(ROPES[1], "cuda")
+    eager = interleaved_rotary(positions, x, rope=ROPES[1], impl="triton")
+    static = torch.full_like(x, float("nan"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = interleaved_rotary(positions, static, rope=ROPES[1], impl="triton")
+    static[:50] = x[:50]
+    graph.replay()
+    assert_bitwise_equal(captured[:50], eager[:50])
+
+
 def test_interleaved_rotary_equals_transformers_in_fp32() -> None:
     """transformers' V4 formula has the same products and sums: equal bits on equal tables."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")

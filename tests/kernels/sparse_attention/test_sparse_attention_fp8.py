@@ -11,7 +11,12 @@ from sparse_attention_cases import make_case, needs_cuda
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, gather_kv_fp8, write_kv_fp8
 from consistent_kernels.sparse_attention import sparse_attention, sparse_attention_fp8
-from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
+from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
+from train_bridge.functions.sparse_attention import (
+    SparseAttentionFP8Function,
+    SparseAttentionFunction,
+)
 
 PROGRAMS = [
     pytest.param(("reference", "cpu"), id="reference-cpu"),
@@ -161,6 +166,34 @@ def test_sparse_attention_fp8_is_run_to_run_stable(
     for _ in range(3):
         for actual, expected in zip(caches.run(program[0]), first, strict=True):
             assert_bitwise_equal(actual, expected)
+
+
+def test_sparse_attention_fp8_gradients_equal_those_of_the_workspace_path() -> None:
+    """Straight through FP8: the same rows in the same tiles have the same gradients."""
+    case = make_case(tokens=9, heads=2, d_v=512, rope=0, entries=90, columns=128, sinks=True)
+    other = make_case(tokens=9, heads=2, d_v=512, rope=0, entries=40, columns=64, sinks=False)
+    grad = hazard_activations((9, 2, 512), seed=3)
+    results = []
+    for direct in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (case.q, case.kv, other.kv, case.sinks)]
+        q, kv, more, sinks = leaves
+        if direct:
+            out = SparseAttentionFP8Function.apply(
+                q, kv, case.indices, more, other.indices, sinks, case.scale, V4, "reference",
+                "reference",
+            )  # fmt: skip
+        else:
+            rows = [KVCacheFP8Function.apply(part, V4, "reference") for part in (kv, more)]
+            behind = torch.where(other.indices >= 0, other.indices + len(kv), -1)
+            indices = torch.cat((case.indices, behind), dim=1)
+            out = SparseAttentionFunction.apply(
+                q, torch.cat(rows), indices, sinks, case.scale, 512, "reference"
+            )
+        out.backward(grad)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for actual, expected in zip(*results, strict=True):
+        assert_bitwise_equal(actual, expected)
+        assert bool(actual.any())
 
 
 @pytest.mark.gpu

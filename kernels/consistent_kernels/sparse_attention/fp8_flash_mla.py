@@ -19,8 +19,8 @@ from consistent_kernels.sparse_attention.reference import padded_indices
 from consistent_kernels.sparse_attention.spec import ENTRY_TILE, FLASH_MLA_HEADS
 
 _ARGUMENTS = 13
-_MAX_QUERIES = 32768
-"""A launch's second grid dimension holds at most 65,535."""
+QUERIES_PER_CALL = 8192
+"""FlashMLA's strides are 32-bit; a query's bits do not depend on how many share a call."""
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 """(pages [blocks, block_size, bytes] uint8, slots [T, K] int32)."""
@@ -65,10 +65,15 @@ def sparse_attention_fp8_fwd(
         )
     if tokens == 0:
         return q.new_empty((0, heads, d_v)), q.new_empty((0, heads), dtype=torch.float32)
-    if tokens > _MAX_QUERIES:
-        raise UnsupportedError(
-            "sparse_attention_fp8", f"{tokens} queries a call", [f"at most {_MAX_QUERIES}"]
-        )
+    if tokens > QUERIES_PER_CALL:
+        results = []
+        for begin in range(0, tokens, QUERIES_PER_CALL):
+            part = slice(begin, begin + QUERIES_PER_CALL)
+            own, more = (
+                None if pair is None else (pair[0], pair[1][part]) for pair in (cache, extra)
+            )
+            results.append(sparse_attention_fp8_fwd(q[part], own, more, sinks, scale, d_v))
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
     op = flash_mla().sparse_decode_fwd
     count = len(op.default._schema.arguments)
     if count not in (_ARGUMENTS - 1, _ARGUMENTS):

@@ -214,6 +214,18 @@ def test_sparse_attention_fp8_graph_replay_equals_eager(form: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+def test_sparse_attention_fp8_does_not_follow_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from consistent_kernels.sparse_attention import fp8_flash_mla
+
+    caches = make_caches("v4", "cuda")
+    whole = caches.run("flash_mla")
+    monkeypatch.setattr(fp8_flash_mla, "QUERIES_PER_CALL", 9)
+    for actual, expected in zip(caches.run("flash_mla"), whole, strict=True):
+        assert_bitwise_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
 def test_control_stock_splits_follow_the_batch() -> None:
     """vLLM's own call of this kernel cuts a lone query in splits, one among others not."""
     flashmla = pytest.importorskip("vllm.v1.attention.ops.flashmla")

@@ -153,6 +153,19 @@ def test_sparse_attention_graph_replay_equals_eager(impl: str) -> None:
         assert_bitwise_equal(actual[:40], expected[:40])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashMLA needs a CUDA device")
+@pytest.mark.parametrize("form", [0, 1])
+def test_sparse_attention_equals_stock_prefill(form: int) -> None:
+    """vLLM's own call of the kernel on the same entries: the same bits."""
+    flashmla = pytest.importorskip("vllm.v1.attention.ops.flashmla")
+    case = make_case(tokens=TOKENS, device="cuda", **shapes_of("cuda")[form])
+    theirs = flashmla.flash_mla_sparse_fwd(
+        case.q, case.kv.unsqueeze(1), case.indices.unsqueeze(1), case.scale, attn_sink=case.sinks
+    )
+    assert_bitwise_equal(run(case, "flash_mla")[0], theirs[0])
+
+
 def test_control_another_order_of_the_entries_differs(
     program: tuple[str, str], case: SparseCase
 ) -> None:

@@ -21,8 +21,10 @@ from consistent_kernels.alignment import aligned_rows
 from consistent_kernels.sparse_topk.spec import (
     CHUNK,
     KEYS_PER_WARP,
-    MAX_REGISTERS,
+    MANY_ROWS,
     PROGRAMS,
+    REGISTERS_FEW_ROWS,
+    REGISTERS_MANY_ROWS,
     WIDTH,
 )
 
@@ -299,8 +301,12 @@ def sparse_topk_fwd(
         nodes = torch.empty((rows, parents), dtype=torch.int32, device=scores.device)
         if tickets is None:
             tickets = torch.zeros((rows, TICKET_PAD), dtype=torch.int32, device=scores.device)
-    # How many programs share a row follows the batch; integers, so it moves no bit.
-    parts = max(1, min(triton.cdiv(columns, CHUNK), PROGRAMS // rows)) if levels else 1
+    # How many programs share a row follows the batch; on integers that moves no bit.
+    parts, registers = 1, None
+    if levels:
+        few = rows <= MANY_ROWS
+        parts = min(triton.cdiv(columns, CHUNK), PROGRAMS // rows) if few else 1
+        registers = REGISTERS_FEW_ROWS if few else REGISTERS_MANY_ROWS
     _sparse_topk_kernel[(parts, rows)](
         scores.view(torch.int32),
         starts,
@@ -320,7 +326,6 @@ def sparse_topk_fwd(
         CHUNK=CHUNK,
         TICKET_PAD=TICKET_PAD,
         num_warps=width // KEYS_PER_WARP,
-        # Two programs on a multiprocessor: one waits for memory while the other counts.
-        maxnreg=MAX_REGISTERS if levels else None,
+        maxnreg=registers,
     )
     return out

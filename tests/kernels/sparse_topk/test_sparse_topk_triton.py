@@ -68,7 +68,8 @@ for k in (7, 2048):
 check(torch.zeros(2, 9000), borders((0, 9000), (3, 8999)), 2048)
 for k in (512, 1500, 2048):
     check(hazard_scores(3, 40000, seed=2), borders((0, 40000), (17, 38000), (30000, 33000)), k)
-for program.PROGRAMS in (528, 4, 1):  # as many programs as pieces, two or one for a row
+for program.PROGRAMS, program.MANY_ROWS in ((528, 132), (4, 132), (4, 1)):
+    # As many programs as pieces, two, or one for a row.
     check(hazard_scores(2, 140000, seed=3), borders((0, 140000), (1, 133000)), 2048)
 print("same")
 """

@@ -25,14 +25,19 @@ import torch
 
 from consistent_kernels.errors import MissingBinaryError, NumericsError
 
-LARGEST_ROWS = 16384
-"""Rows beyond which DeepGEMM's choice of tiles no longer changes; nothing above it is probed."""
+PIECES = (16384, 8192, 4096, 2048, 1024, 512)
+"""Row counts of one call, largest first; what is left below the smallest is a call of its own.
 
-ROWS = (
-    *(1, 2, 8, 9, 16, 17, 24, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 144, 160, 192),
-    *(224, 256, 257, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384),
-)
-"""Row counts on both sides of DeepGEMM's tile choices; those up to a model's limit are probed."""
+The number of SMs that a launch fills is a constant of DeepGEMM's kernels, so nearly every large M
+compiled its own, for seconds, in the middle of a run. Cut into these, few kernels serve all.
+"""
+
+LARGEST_ROWS = max(PIECES)
+"""Rows of the largest call; nothing above it is compiled or probed."""
+
+ROWS = tuple(sorted({1, 2, 8, 9, 17, 33, 65, 129, 257, *range(16, min(PIECES), 16), *PIECES}))
+"""Row counts that are probed, up to a model's limit: every piece, and below the smallest one every
+multiple of 16, at which DeepGEMM's tiles, and with them its kernels, change."""
 
 COLD_SECONDS = 0.7
 """A first call that takes longer has compiled: a kernel from disk loads in a few milliseconds."""

@@ -14,6 +14,7 @@ import torch
 
 from consistent_kernels import vendored
 from consistent_kernels.alignment import aligned
+from consistent_kernels.deep_gemm_start import PIECES
 from consistent_kernels.errors import UnsupportedError
 
 _TMA_BYTES = 16
@@ -25,10 +26,22 @@ def is_served(columns: int, inner: int, has_bias: bool, out_dtype: torch.dtype) 
     return not has_bias and all(size % _TMA_BYTES == 0 for size in row_bytes)
 
 
+def pieces(rows: int) -> list[int]:
+    """Return the row counts of the calls that serve `rows` rows, in order (see `PIECES`)."""
+    found = []
+    for size in PIECES:
+        found += [size] * (rows // size)
+        rows %= size
+    return [*found, rows] if rows else found
+
+
 def gemm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     """Write x W^T to y, fp32 accumulation; x [M, K], weight [N, K], y [M, N], all contiguous."""
-    if x.shape[0]:
-        vendored.deep_gemm().bf16_gemm_nt(x, weight, y)
+    library, start = vendored.deep_gemm(), 0
+    for rows in pieces(x.shape[0]):
+        part = slice(start, start + rows)
+        library.bf16_gemm_nt(x[part], weight, y[part])
+        start += rows
 
 
 def linear_fwd(

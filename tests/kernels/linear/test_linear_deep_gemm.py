@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consistent_kernels.deep_gemm_start import PIECES, ROWS
 from consistent_kernels.errors import NumericsError, UnsupportedError
 from consistent_kernels.linear import deep_gemm, deep_gemm_start, linear, prepare_weight
 from consistent_kernels.linear.deep_gemm import is_served
@@ -39,12 +40,22 @@ def test_linear_deep_gemm_is_chosen_by_layer(
     assert is_served(columns, inner, has_bias, out_dtype) is served
 
 
+@pytest.mark.parametrize("rows", [0, 1, 511, 512, 513, 1023, 5000, 16384, 16385, 40000])
+def test_linear_deep_gemm_calls_are_few_sizes(rows: int) -> None:
+    sizes = deep_gemm.pieces(rows)
+    assert sum(sizes) == rows
+    assert all(size in PIECES for size in sizes[:-1])
+    assert sizes == sorted(sizes, reverse=True)
+    # Whatever is called was compiled and probed, or is below the smallest piece.
+    assert all(size in ROWS or size < min(PIECES) for size in sizes)
+
+
 def test_gemm_shape_probes_both_sides_of_tile_choices() -> None:
     rows = GemmShape(64, 64, 200).rows()
     assert rows == sorted(rows)
     assert rows[0] == 1
     assert rows[-1] == 200
-    assert {16, 17, 64, 65, 128, 129} <= set(rows)
+    assert {16, 17, 64, 65, 128, 129, 192} <= set(rows)
 
 
 @pytest.fixture(scope="module")

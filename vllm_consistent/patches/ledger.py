@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,21 +69,3 @@ def remove_all() -> None:
 def applied() -> dict[str, str]:
     """Return {replaced method: reason} of this process."""
     return {name: patch.reason for name, (patch, _) in _STOCK.items()}
-
-
-def apply_front_end() -> None:
-    """Apply what the front end needs before it builds a configuration.
-
-    Only where vLLM's engine arguments are loaded already: other processes build no configuration.
-    """
-    from vllm_consistent.patches.configuration_error import PATCH
-
-    if PATCH.module in sys.modules:
-        apply(PATCH)
-
-
-def apply_requests() -> None:
-    """Apply the request check; called by the configuration hook, so in the front end only."""
-    from vllm_consistent.patches.request_check import PATCH
-
-    apply(PATCH)

@@ -34,6 +34,26 @@ def hf_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(sorted(views.items()))
 
 
+def checkpoint_parts(views: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return {stacked name: {name of one expert's matrix in a published checkpoint: its view}}.
+
+    Args:
+        views: of `hf_views`; transformers stacks experts, files hold them one by one.
+    """
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, stacked in views.items():
+        module, _, parameter = name.rpartition(".")
+        if not module.endswith(".experts"):
+            continue
+        leaves = FUSED.get(parameter, (parameter,))
+        parts[name] = {
+            f"{module}.{expert}.{leaf}.weight": rows
+            for expert, matrix in enumerate(stacked)
+            for leaf, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True)
+        }
+    return parts
+
+
 def _split(
     path: str, module: Any, local: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:

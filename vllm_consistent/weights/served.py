@@ -14,7 +14,7 @@ from consistent_kernels.errors import (
     InvalidInputError,
     StaleWeightsError,
 )
-from vllm_consistent.weights.names import hf_views
+from vllm_consistent.weights.names import checkpoint_parts, hf_views
 from vllm_consistent.weights.pages import PageVersions
 
 TIED_HEAD = "lm_head.weight"
@@ -67,7 +67,8 @@ class ServedWeights:
         """Load tensors by Hugging Face name into the existing storage.
 
         Args:
-            weights: (name, tensor) pairs of any float dtype; rounded to the model dtype.
+            weights: (name, tensor) pairs of any float dtype; rounded to the model dtype. Experts
+                come stacked, as transformers names them, or one by one, as checkpoints do.
             version: the trainer's counter; the old one plus 1 by default.
             finish: False when more buckets of the same update follow.
 
@@ -92,7 +93,11 @@ class ServedWeights:
             ConsistencyError: a weight is not finite; the engine stays stale.
         """
         if loaded is not None:
-            missing = sorted(self.views().keys() - loaded)
+            views = self.views()
+            stacked = {
+                name for name, parts in checkpoint_parts(views).items() if parts.keys() <= loaded
+            }
+            missing = sorted(views.keys() - loaded - stacked)
             if missing:
                 raise StaleWeightsError(
                     f"weight update lacks {len(missing)} tensor(s): {', '.join(missing[:8])}"
@@ -141,6 +146,8 @@ class ServedWeights:
 
     def _checked(self, pairs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         views = self.views()
+        for parts in checkpoint_parts(views).values():
+            views |= parts
         checked = dict(pairs)
         if not all(isinstance(tensor, torch.Tensor) for tensor in checked.values()):
             raise InvalidInputError(

@@ -87,7 +87,7 @@ def test_hyper_connections_are_batch_invariant(
     whole_head = hc_head(x, *head, **HEAD_NUMBERS, impl=impl)
     whole_post = hc_post(y, x, *whole[1:], impl=impl)
     for rows in BATCH_SIZES:
-        for start in {0, (TOKENS - rows) // 2, TOKENS - rows}:
+        for start in {0, TOKENS - rows}:
             part = slice(start, start + rows)
             some = hc_pre(x[part], *weights, **NUMBERS, impl=impl)
             for actual, expected in zip(some, whole, strict=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from fresh_process import output_of_process
 
-NAMES = ("v32", "v4-csa", "v4-csa-fp8")
+NAMES = ("v32", "v4-csa-fp8")
 SOURCE = """
 from block_cases import BlockCase, prefill_then_decode
 from train_bridge.blocks import PackedSequences
 
 for name in {names!r}:
     case = BlockCase.make(name, "cpu")
-    lengths = [3, 37]
+    lengths = [3, 27]
     hidden = case.hidden(sum(lengths), seed={seed})
     sequences = PackedSequences.from_lengths(lengths)
     with torch.no_grad():

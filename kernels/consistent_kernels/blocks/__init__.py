@@ -3,6 +3,7 @@
 `train_bridge.blocks` holds the trainer's form over packed sequences; both give equal bits.
 """
 
+from consistent_kernels.blocks.contract import block_contract
 from consistent_kernels.blocks.ops import BlockOps
 from consistent_kernels.blocks.paging import PagedBatch
 from consistent_kernels.blocks.parameters import (
@@ -23,6 +24,7 @@ __all__ = [
     "PagedV32Attention",
     "V4Parameters",
     "V32Parameters",
+    "block_contract",
     "v4_weight_shapes",
     "v32_weight_shapes",
 ]

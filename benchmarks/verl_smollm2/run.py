@@ -51,6 +51,8 @@ OURS = (
     "ray_kwargs.ray_init.runtime_env.env_vars.",
     "actor_rollout_ref.actor.fsdp_config._target_",
     "actor_rollout_ref.actor.fsdp_config.deterministic_gradients",
+    "actor_rollout_ref.actor.fsdp_config.program",
+    "actor_rollout_ref.ref.fsdp_config.program",
     "actor_rollout_ref.ref.fsdp_config._target_",
 )
 """Keys of the recipe that the stock run does not have."""

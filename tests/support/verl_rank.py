@@ -28,7 +28,9 @@ def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     verl_session.start_process_group(folder, rank, 2)
     config = verl_session.compose_recipe(
-        folder / "model", "actor_rollout_ref.actor.fsdp_config.deterministic_gradients=true"
+        folder / "model",
+        "actor_rollout_ref.actor.fsdp_config.deterministic_gradients=true",
+        "actor_rollout_ref.actor.fsdp_config.program=triton",
     )
     worker = verl_session.start_actor(config)
     mine = SAMPLES[rank::2]

@@ -195,20 +195,24 @@ def compare(samples: list[Any], rows: list[torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def stock_rows(model: Path, ours: Any, samples: list[Any]) -> list[torch.Tensor]:
+def stock_rows(model: Path, bridged: Any, samples: list[Any]) -> list[torch.Tensor]:
     """Score with verl's own FSDP2 engine on the same weights."""
+    from omegaconf import open_dict
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
     EngineRegistry.register("language_model", "fsdp2", "cpu", "stock")(FSDPEngineWithLMHead)
     os.environ["VERL_ENGINE_VENDOR"] = "stock"
     target = "actor_rollout_ref.actor.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"
-    drop = "~actor_rollout_ref.actor.fsdp_config.deterministic_gradients"
-    worker = start_actor(compose_recipe(model, target, drop))
+    config = compose_recipe(model, target)
+    with open_dict(config):
+        for name in ("deterministic_gradients", "program"):
+            config.actor_rollout_ref.actor.fsdp_config.pop(name)
+    worker = start_actor(config)
     assert type(worker.actor.engine) is FSDPEngineWithLMHead
     theirs = dict(worker.actor.engine.module.named_parameters())
     with torch.no_grad():
-        for name, parameter in ours.actor.engine.module.named_parameters():
+        for name, parameter in bridged.actor.engine.module.named_parameters():
             theirs[name].to_local().copy_(parameter.to_local())
     return response_rows(worker, samples)
 

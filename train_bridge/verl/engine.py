@@ -20,7 +20,9 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
 from consistent_kernels.errors import ConfigurationError, UnsupportedError
+from consistent_kernels.model_facts import model_facts
 from consistent_kernels.protocol.handover import Handover
+from consistent_kernels.resolve import resolve_contract
 from train_bridge.determinism import deterministic_gradients
 from train_bridge.hf import bridge_model
 from train_bridge.modules import Scoring
@@ -47,7 +49,13 @@ class ConsistentFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         return Handover.from_tensor(record)
 
     def _build_module(self) -> torch.nn.Module:
-        return bridge_model(super()._build_module(), device_type=get_device_name())
+        module, device = super()._build_module(), get_device_name()
+        program = getattr(self.engine_config, "program", None)
+        contract = None
+        if program is not None:
+            facts = model_facts(module.config, "bfloat16", architecture=type(module).__name__)
+            contract = resolve_contract(facts, device, only=program)
+        return bridge_model(module, contract, device_type=device)
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As verl's; a training step with deterministic gradients where they are asked for."""

@@ -25,6 +25,8 @@ class ConsistentFSDPEngineConfig(FSDPEngineConfig):
     Args:
         deterministic_gradients: whether training steps use PyTorch's deterministic algorithms, so
             that gradients are equal run to run; on CUDA start with CUBLAS_WORKSPACE_CONFIG=:4096:8.
+        program: "triton" takes our own kernels alone, None the fastest; the engine's workers must
+            be told the same with VLLM_CONSISTENT_PROGRAM.
 
     Raises:
         ConfigurationError: another strategy than fsdp2.
@@ -32,6 +34,7 @@ class ConsistentFSDPEngineConfig(FSDPEngineConfig):
 
     strategy: str = "fsdp2"
     deterministic_gradients: bool = False
+    program: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -99,6 +99,15 @@ def test_preflight_names_a_broken_relation(key: str, value: Any, broken_keys: Ke
     assert broken_keys({key: value}) == [key]
 
 
+def test_preflight_wants_one_program_on_both_sides(broken_keys: Keys) -> None:
+    actor, ref = (f"actor_rollout_ref.{part}.fsdp_config.program" for part in ("actor", "ref"))
+    engine = f"{SWITCH}_PROGRAM"
+    assert broken_keys({engine: "triton"}) == [actor, ref]
+    assert broken_keys({actor: "triton"}) == [actor, ref]
+    assert broken_keys({actor: "triton", engine: "triton"}) == []
+    assert broken_keys({engine: "fastest"}) == []
+
+
 @pytest.mark.parametrize(
     "size",
     [

@@ -49,7 +49,9 @@ def contract_digest(view: View) -> str | None:
         return None
     try:
         facts = model_facts(_config(folder), "bfloat16")
-        return resolve_contract(facts, str(view.get("trainer.device", "cuda"))).digest
+        device = str(view.get("trainer.device", "cuda"))
+        program = view.get("actor_rollout_ref.actor.fsdp_config.program")
+        return resolve_contract(facts, device, only=program).digest
     except Exception:  # no such device on this machine, a model that no contract covers
         return None
 

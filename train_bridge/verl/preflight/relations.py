@@ -10,6 +10,7 @@ from train_bridge.verl.preflight.view import View, Violation
 EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
 ENGINE_CONFIG = "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig"
 SWITCH = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT"
+PROGRAM = f"{SWITCH}_PROGRAM"
 _OURS = "train_bridge."
 _ROLLOUT = "actor_rollout_ref.rollout"
 _HARMLESS_OVERRIDES = ("attn_implementation", "model_config")
@@ -24,7 +25,17 @@ _MEGATRON_SIZES = (
 
 def violations(view: View) -> Iterator[Violation]:
     """Yield every broken relation."""
-    for rule in (_one_update, _temperature, _seed, _lengths, _engine, _plugin, _model_overrides):
+    rules = (
+        _one_update,
+        _temperature,
+        _seed,
+        _lengths,
+        _engine,
+        _program,
+        _plugin,
+        _model_overrides,
+    )
+    for rule in rules:
         yield from rule(view)
 
 
@@ -95,6 +106,19 @@ def _engine(view: View) -> Iterator[Violation]:
         size = view.get(key, 1)
         if size != 1:
             yield Violation(key, size, "its collectives add in an order that is not pinned", "1")
+
+
+def _program(view: View) -> Iterator[Violation]:
+    engine = str(view.get(PROGRAM, "fastest")).lower()
+    section = _SECTION.get(view.strategy, "fsdp_config")
+    for part in ("actor", "ref"):
+        key = f"actor_rollout_ref.{part}.{section}.program"
+        trainer = str(view.get(key, "fastest")).lower()
+        if trainer != engine and (part == "actor" or view.uses_reference):
+            wanted = "null" if engine == "fastest" else engine
+            yield Violation(
+                key, trainer, f"{PROGRAM}={engine} gives the engine other kernels", wanted
+            )
 
 
 def _plugin(view: View) -> Iterator[Violation]:

@@ -3,6 +3,8 @@
 Each engine runs in a process of its own, one after the other, on the same prompts, seeds and number
 of concurrent requests; the order is repeated so that slow drifts of the machine hit all alike. Ours
 also scores its own samples again and reports no speed unless every log-prob is equal bit for bit.
+Tokens are counted against the clock and against CPU time; on a machine that others use, run with
+OMP_NUM_THREADS=1 and read the second (threads that wait for each other burn it).
 
 Usage:  python benchmarks/rollout_cpu/run.py --model FOLDER --out results.json
 """
@@ -54,18 +56,23 @@ def child(args: argparse.Namespace) -> dict:
         for i in range(args.requests)
     ]
 
-    def generate(tokens: int) -> tuple[list, float]:
+    def generate(tokens: int) -> tuple[list, float, float]:
         params = [
             SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, logprobs=0, detokenize=False)
             for i in range(args.requests)
         ]
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        return outputs, time.perf_counter() - begin
+        return outputs, time.perf_counter() - begin, time.process_time() - used
 
     generate(4)
-    outputs, seconds = generate(args.tokens)
-    result = {"start_s": start_s, "tokens_per_s": args.requests * args.tokens / seconds}
+    outputs, seconds, cpu_seconds = generate(args.tokens)
+    tokens = args.requests * args.tokens
+    result = {
+        "start_s": start_s,
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_cpu_s": tokens / cpu_seconds,
+    }
     if args.engine == "consistent":
         result |= rescore(engine, outputs)
     return result
@@ -146,17 +153,24 @@ def main() -> int:
     import torch
     import vllm
 
-    speed = {n: statistics.median(r["tokens_per_s"] for r in rs) for n, rs in runs.items()}
+    speed, cpu_speed = (
+        {n: statistics.median(r[unit] for r in rs) for n, rs in runs.items()}
+        for unit in ("tokens_per_s", "tokens_per_cpu_s")
+    )
     result = {
         "work": f"SmolLM2-135M shape, {args.requests} requests x {args.tokens} tokens",
         "unit": "tokens/s",
         "tokens_per_s": speed,
         "ratio_to_stock_bf16": speed["consistent"] / speed["stock_bf16"],
         "ratio_to_stock_fp32": speed["consistent"] / speed["stock_fp32"],
+        "tokens_per_cpu_s": cpu_speed,
+        "cpu_ratio_to_stock_bf16": cpu_speed["consistent"] / cpu_speed["stock_bf16"],
+        "cpu_ratio_to_stock_fp32": cpu_speed["consistent"] / cpu_speed["stock_fp32"],
         "compared_tokens": sum(run["compared_tokens"] for run in runs["consistent"]),
         "mismatched_tokens": mismatched,
         "runs": runs,
         "hardware": cpu_name(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "commit": subprocess.run(

@@ -80,6 +80,7 @@ class BridgedTrainer:
             self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
         )
         self._changed = 0
+        self._stepped = False
 
     @property
     def contract(self) -> Contract:
@@ -123,6 +124,7 @@ class BridgedTrainer:
         if not torch.isfinite(torch.tensor(norm)):
             raise RunError(f"the gradient's norm is {norm}; the step was not made")
         self._changed = self._step()
+        self._stepped = True
         return {
             "actor/pg_loss": sums["loss"] / total,
             "actor/pg_clipfrac": sums["clipped"] / total,
@@ -142,7 +144,8 @@ class BridgedTrainer:
         """
         receipt = push_weights(self.model, engine.engine.llm)
         workers = [ConsistencyReport.from_dict(report) for report in engine.engine.reports()]
-        check_reports(consistency_report(self.model), workers, served=True)
+        # The first push comes before any forward: no op has served yet.
+        check_reports(consistency_report(self.model), workers, served=self._stepped)
         return {
             "weights/version": receipt.version,
             "weights/digest": receipt.digest.total,

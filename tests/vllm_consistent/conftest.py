@@ -25,6 +25,21 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+MOE_FAMILIES = ("qwen3_moe",)
+
+
+def _make_expert_group() -> None:
+    """vLLM makes the expert-parallel group with the first engine of a process, if that has experts;
+    here engines of several families share one process.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state._EP = parallel_state.init_model_parallel_group(
+            [[0]], 0, "gloo", group_name="ep"
+        )
+
+
 @pytest.fixture(autouse=True)
 def _clean_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine helper sets environment variables; undo that after each test."""
@@ -53,6 +68,8 @@ def start_engine(checkpoints: Callable[[str], Path]) -> Callable[..., Any]:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
         gc.collect()
+        if family in MOE_FAMILIES:
+            _make_expert_group()
         folder = model_folder or checkpoints(family)
         return ConsistentEngine(str(folder), **{**DEFAULTS, **arguments})
 

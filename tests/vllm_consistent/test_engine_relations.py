@@ -220,19 +220,22 @@ def faulty(engines: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Llama with the fault of stock kernels: above 16 rows, K is added in two halves."""
     from vllm_consistent.layers import linear as layer
 
-    stock = layer.linear
+    def faulted(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def split_k(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if x.shape[0] <= 16:
+                return stock(x, *args, **kwargs)
+            half = x.shape[1] // 2
+            low, high = x.clone(), x.clone()
+            low[:, half:], high[:, :half] = 0, 0
+            parts = [stock(part, *args, **kwargs).float() for part in (low, high)]
+            return (parts[0] + parts[1]).to(x.dtype)
 
-    def split_k(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if x.shape[0] <= 16:
-            return stock(x, *args, **kwargs)
-        half = x.shape[1] // 2
-        low, high = x.clone(), x.clone()
-        low[:, half:], high[:, :half] = 0, 0
-        parts = [stock(part, *args, **kwargs).float() for part in (low, high)]
-        return (parts[0] + parts[1]).to(x.dtype)
+        return split_k
 
     engine = engines("llama")
-    monkeypatch.setattr(layer, "linear", split_k)
+    # A CPU with bf16 instructions multiplies by packed weights.
+    for name in ("linear", "linear_packed"):
+        monkeypatch.setattr(layer, name, faulted(getattr(layer, name)))
     engine.reset_prefix_cache()
     yield engine
     monkeypatch.undo()

@@ -9,7 +9,7 @@ import torch
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.linear.probe import probe_inputs, rows_per_call
 from consistent_kernels.linear.reference import linear_ref
-from consistent_kernels.linear.spec import TILE_ROWS
+from consistent_kernels.linear.schedule import TILE_ROWS
 from consistent_kernels.linear.tiles import linear_by_calls, row_calls
 
 

@@ -11,7 +11,7 @@ import hashlib
 
 import torch
 
-from consistent_kernels.linear.spec import TILE_ROWS
+from consistent_kernels.linear.schedule import TILE_ROWS
 from consistent_kernels.linear.tiles import Multiply
 
 CANDIDATE_ROWS = (4, 64, 256)

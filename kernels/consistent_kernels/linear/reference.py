@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from consistent_kernels.linear.probe import rows_per_call
-from consistent_kernels.linear.spec import TILE_COLUMNS, TILE_ROWS
+from consistent_kernels.linear.schedule import TILE_COLUMNS, TILE_ROWS
 from consistent_kernels.linear.tiles import linear_by_calls, multiply_fp32
 
 _PROBED_COLUMNS = 4 * TILE_COLUMNS

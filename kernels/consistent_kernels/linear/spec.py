@@ -5,6 +5,8 @@ import dataclasses
 import torch
 
 from consistent_kernels.contract import OpSpec, Program, Scalar
+from consistent_kernels.linear import onednn, probe, tiles
+from consistent_kernels.linear.schedule import BASE_TILE, TILE_COLUMNS, TILE_ROWS
 from consistent_kernels.program_source import source_sha256
 
 SPEC = OpSpec(
@@ -19,44 +21,11 @@ SPEC = OpSpec(
     },
 )
 
-TILE_ROWS, TILE_COLUMNS = 16, 64
-"""CPU: shape of one fp32 GEMM; a library picks its kernel by shape, so the shape is fixed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TritonTile:
-    """One launch configuration of the Triton program."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-BASE_TILE = TritonTile(64, 128, 64, 4, 4)
-"""The Triton program. Another tile runs only where a probe found the bits of this one."""
-
-TILES_BY_ROWS = (
-    (16, TritonTile(16, 64, 128, 4, 5)),
-    (64, TritonTile(64, 64, 128, 4, 4)),
-    (256, BASE_TILE),
-    (2048, TritonTile(128, 128, 64, 8, 4)),
-    (0, TritonTile(128, 256, 64, 8, 4)),
-)
-"""(rows up to which a tile is used, tile), ascending; 0 stands for any number of rows.
-
-Fastest of 14 tiles on an H200 at N=6144 and 151936, K=4096.
-"""
-
-GROUP_ROWS = 8
-"""Row blocks that share a pass over the weights; a launch order, which moves no bits."""
-
 _FILES = {
     "reference": ("reference.py", "tiles.py"),
     "onednn": ("onednn.py", "packing.py", "reference.py", "tiles.py"),
-    "triton": ("triton.py",),
-    "deep_gemm": ("deep_gemm.py", "triton.py"),
+    "triton": ("triton.py", "triton_kernel.py"),
+    "deep_gemm": ("deep_gemm.py", "triton.py", "triton_kernel.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)
@@ -76,9 +45,7 @@ def choose(device_type: str, arch: str | None = None, facts: object = None) -> s
     """
     if device_type == "cuda":
         return "deep_gemm" if arch in DEEP_GEMM_ARCHITECTURES else "triton"
-    from consistent_kernels.linear.onednn import native_bf16
-
-    return "reference" if native_bf16() is None else "onednn"
+    return "reference" if onednn.native_bf16() is None else "onednn"
 
 
 def program(impl: str) -> Program:
@@ -88,7 +55,7 @@ def program(impl: str) -> Program:
         MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is not installed.
     """
     shared = ("alignment.py",) if impl in ("triton", "deep_gemm") else ()
-    source = source_sha256("linear", "spec.py", *_FILES[impl], shared=shared)
+    source = source_sha256("linear", "spec.py", "schedule.py", *_FILES[impl], shared=shared)
     return Program(impl, source, _schedule(impl))
 
 
@@ -104,9 +71,6 @@ def _schedule(impl: str) -> dict[str, Scalar]:
             "headers_sha256": vendored.find_binary("deep_gemm_include").sha256,
             "compiler": vendored.deep_gemm_compiler(),
         }
-    # Imported here: both files read the constants above.
-    from consistent_kernels.linear import onednn, probe, tiles
-
     schedule: dict[str, Scalar] = {
         "tile_rows": TILE_ROWS,
         "tile_columns": TILE_COLUMNS,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from consistent_kernels.linear.spec import TILE_COLUMNS, TILE_ROWS
+from consistent_kernels.linear.schedule import TILE_COLUMNS, TILE_ROWS
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 """(x [R, K], weight [N, K], bias [N] or None, out [R, N]): writes round(x W^T + b) to out."""

@@ -7,7 +7,8 @@ import functools
 import torch
 
 from consistent_kernels.linear.probe import probe_inputs
-from consistent_kernels.linear.spec import BASE_TILE, TILES_BY_ROWS, TritonTile
+from consistent_kernels.linear.schedule import BASE_TILE, TILES_BY_ROWS, TritonTile
+from consistent_kernels.linear.triton_kernel import launch
 
 _PROBED_ROWS, _PROBED_COLUMNS = 256, 512
 
@@ -26,8 +27,6 @@ def tiles_with_equal_bits(
         dtype: dtype of x and weight.
         device: a CUDA device.
     """
-    from consistent_kernels.linear.triton import launch
-
     inputs = probe_inputs(_PROBED_ROWS, _PROBED_COLUMNS, inner, dtype)
     x, weight = (tensor.to(device) for tensor in inputs)
     expected = x.new_empty((_PROBED_ROWS, _PROBED_COLUMNS), dtype=torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consistent_kernels.linear.probe import probe_inputs, rows_per_call, witness
-from consistent_kernels.linear.spec import TILE_ROWS
+from consistent_kernels.linear.schedule import TILE_ROWS
 from consistent_kernels.linear.tiles import linear_by_calls, multiply_fp32, row_calls
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistent_kernels.linear.spec import GROUP_ROWS, TILES_BY_ROWS, TritonTile
+from consistent_kernels.linear.schedule import GROUP_ROWS, TILES_BY_ROWS, TritonTile
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
 
@@ -13,7 +13,7 @@ from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compil
 @pytest.mark.parametrize("tile", [tile for _, tile in TILES_BY_ROWS], ids=str)
 @pytest.mark.parametrize(("out", "has_bias"), [("*bf16", True), ("*fp32", False)])
 def test_linear_cross_compiles(arch: int, out: str, has_bias: bool, tile: TritonTile) -> None:
-    from consistent_kernels.linear.triton import _linear_fwd_kernel
+    from consistent_kernels.linear.triton_kernel import _linear_fwd_kernel
 
     cubin = cross_compile(
         _linear_fwd_kernel,

@@ -7,7 +7,7 @@ import torch
 from consistent_kernels.fp8_linear.spec import BLOCK_K
 from consistent_kernels.linear.probe import rows_per_call
 from consistent_kernels.linear.reference import linear_bwd_ref
-from consistent_kernels.linear.spec import TILE_COLUMNS, TILE_ROWS
+from consistent_kernels.linear.schedule import TILE_COLUMNS, TILE_ROWS
 from consistent_kernels.linear.tiles import linear_by_calls, multiply_fp32
 from consistent_kernels.quantization.reference import dequantize_blocks_ref, dequantize_rows_ref
 

@@ -6,7 +6,12 @@ import pytest
 import torch
 from attention_cases import LENGTHS, attention_fp64, borders, fill_pages, make_batch, replay
 
-from consistent_kernels.attention import AttentionParameters, attention_paged, attention_varlen
+from consistent_kernels.attention import (
+    AttentionParameters,
+    attention_paged,
+    attention_varlen,
+    flash_attn,
+)
 from consistent_kernels.attention.spec import FLASH_HEAD_DIMS, FLASH_PAGE_SIZES, choose
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
@@ -157,6 +162,16 @@ class TestOnHopper:
         wide = make_batch(AttentionParameters(8, 8, 128, 1.0), *IMPL, lengths=(40,))
         with pytest.raises(UnsupportedError, match="pages of 128"):
             fill_pages(wide, block_size=128).attend([(0, 0, 40)])
+
+    @pytest.mark.parametrize("width", [64, 80, 96])
+    def test_control_causal_mask_depends_on_the_phase(
+        self, width: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(flash_attn, "FLASH_CAUSAL_HEAD_DIMS", FLASH_HEAD_DIMS)
+        params = AttentionParameters(*HEADS[width], width, width**-0.5)
+        batch = make_batch(params, *IMPL)
+        with pytest.raises(AssertionError, match="chunk 1 at"):
+            replay(fill_pages(batch), 1, batch.attend())
 
     def test_control_stock_heuristic_depends_on_the_phase(self) -> None:
         from consistent_kernels import vendored

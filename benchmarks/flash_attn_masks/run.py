@@ -1,0 +1,157 @@
+"""Under which mask FlashAttention 3's rows depend on their query and keys alone, and its price.
+
+For each head dim: packed prefill of sequences of 1 to 1,100 tokens against paged chunks of 1 to 500
+queries, key splits of 128, 512 and 4,096, under the causal mask and under a window that hides only
+the future; then decode and prefill times of both.
+
+Usage (sm_90, vLLM 0.25.1's CUDA wheel):
+    PYTHONPATH=kernels:.:tests/support python benchmarks/flash_attn_masks/run.py --out results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attention_cases import fill_pages, make_batch
+
+from consistent_kernels import vendored
+from consistent_kernels.attention import AttentionParameters, flash_attn
+
+HEADS = ((9, 3, 64), (14, 2, 64), (8, 8, 80), (8, 2, 96), (32, 8, 128), (16, 2, 256))
+MASKS = (("causal", 2), ("causal", 1024), ("window", 2), ("window", 1024), ("window", 65536))
+"""(mask, the least max_seqlen_q that FA3 is told)."""
+
+LENGTHS, SPLITS, CHUNKS = (1, 17, 65, 300, 1100), (128, 512, 4096), (1, 2, 7, 16, 64, 150, 500)
+_FAR = 1 << 20
+
+
+def forward_under(mask: str, at_least: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return a replacement of `flash_attn._forward` with the given mask."""
+
+    def forward(
+        q: torch.Tensor,
+        keys: flash_attn.Keys,
+        params: AttentionParameters,
+        cu_q: torch.Tensor,
+        max_q: int,
+        *,
+        used_q: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        sees_all: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        queries = max(max_q, at_least)
+        causal = mask == "causal" and not sees_all
+        left = -1 if causal else _FAR
+        right = queries + 1 if sees_all else 0
+        starts = keys.starts if keys.table is None else None
+        result = vendored.flash_attn_3().fwd(
+            q, keys.k, keys.v, None, None, None, out, cu_q, starts, None, used_q, keys.lens,
+            queries + 3 if sees_all else queries, 2 * _FAR, keys.table, None, None, None, None,
+            None, None, None, None, params.scale, causal, left, right, 0.0, True, None, 1, None, 0,
+            None, 1, 0, None,
+        )  # fmt: skip
+        return result[0], result[1]
+
+    return forward
+
+
+def differing_calls(heads: tuple[int, int, int]) -> dict[str, int]:
+    """Return how many paged calls differ from the packed prefill, by key split and chunk."""
+    found = {}
+    for split in SPLITS:
+        params = AttentionParameters(*heads, heads[2] ** -0.5, key_split=split)
+        batch = make_batch(params, "flash_attn", "cuda", lengths=LENGTHS)
+        whole, pages = batch.attend(), fill_pages(batch)
+        for chunk in CHUNKS:
+            count = 0
+            for start in range(0, max(LENGTHS), chunk if chunk > 16 else 97):
+                parts = [
+                    (i, start, min(start + chunk, n)) for i, n in enumerate(LENGTHS) if n > start
+                ]
+                out, lse, rows = pages.attend(parts)
+                same = torch.equal(out, whole[0][rows]) and torch.equal(lse, whole[1][rows])
+                count += not same
+            if count:
+                found[f"key_split {split}, chunk {chunk}"] = count
+    return found
+
+
+def microseconds(call: Callable[[], Any], repeats: int) -> float:
+    """Return the median time of a call, ten in one CUDA graph."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    spans = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        spans.append(begin.elapsed_time(end) * 100)
+    return round(statistics.median(spans), 1)
+
+
+def times(heads: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
+    """Yield (what, microseconds) of paged decode and packed prefill."""
+    q_heads, kv_heads, width = heads
+    params = AttentionParameters(*heads, width**-0.5)
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    int32 = {"device": "cuda", "dtype": torch.int32}
+    for batch, length in ((1, 512), (256, 512), (256, 2048), (8, 16384)):
+        blocks = batch * length // 16
+        k, v = (torch.randn(blocks, 16, kv_heads, width, **bf16) for _ in range(2))
+        table = torch.arange(blocks, **int32).view(batch, -1)
+        q = torch.randn(batch, q_heads, width, **bf16)
+        cu, lens = torch.arange(batch + 1, **int32), torch.full((batch,), length, **int32)
+        fixed = (q, k, v, table, lens, cu, params, 1, length)
+        call = flash_attn.attention_paged_fwd
+        yield f"decode {batch} x {length}", microseconds(lambda c=call, f=fixed: c(*f), 15)
+    for batch, length in ((8, 512), (8, 4096), (1, 16384)):
+        tokens = batch * length
+        k, v = (torch.randn(tokens, kv_heads, width, **bf16) for _ in range(2))
+        q = torch.randn(tokens, q_heads, width, **bf16)
+        cu = torch.arange(0, tokens + 1, length, **int32)
+        fixed = (q, k, v, cu, cu, params, length)
+        call = flash_attn.attention_varlen_fwd
+        yield f"prefill {batch} x {length}", microseconds(lambda c=call, f=fixed: c(*f), 5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="write the JSON here as well as to stdout")
+    args = parser.parse_args()
+    rows = []
+    for heads in HEADS:
+        for mask, at_least in MASKS:
+            flash_attn._forward = forward_under(mask, at_least)
+            rows.append(
+                {
+                    "heads": heads[0],
+                    "kv_heads": heads[1],
+                    "head_dim": heads[2],
+                    "mask": mask,
+                    "max_seqlen_q_at_least": at_least,
+                    "differing_calls": differing_calls(heads),
+                    "microseconds": dict(times(heads)),
+                }
+            )
+    text = json.dumps(rows, indent=1)
+    sys.stdout.write(text + "\n")
+    if args.out:
+        with open(args.out, "w") as file:
+            file.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from consistent_kernels.kv_cache_fp8 import (
 )
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
+from train_bridge.blocks.packed_attention import PackedAttention
 from train_bridge.blocks.packing import PackedSequences
 
 
@@ -30,7 +31,7 @@ def index_keys(k: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     return keys[0], scale[0]
 
 
-class PackedV32Attention(torch.nn.Module):
+class PackedV32Attention(PackedAttention):
     """The trainer's form: every sequence from position 0, fp32 masters, a private FP8 cache.
 
     No gradient flows into the indexer; its masters are buffers.
@@ -45,13 +46,8 @@ class PackedV32Attention(torch.nn.Module):
         backward: str = "own",
     ) -> None:
         """Take masters by the names of `v32_weight_shapes`; `backward` is of sparse attention."""
-        super().__init__()
-        self.params, self.programs, self.backward_name = params, programs, backward
-        for name in v32_weight_shapes(params):
-            if name.startswith("index_"):
-                self.register_buffer(name, weights[name])
-            else:
-                self.register_parameter(name, torch.nn.Parameter(weights[name].clone()))
+        super().__init__(list(v32_weight_shapes(params)), weights, programs, backward)
+        self.params = params
 
     def _ops(self) -> TrainableBlockOps:
         weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}

@@ -17,11 +17,12 @@ from consistent_kernels.kv_cache_fp8 import V4
 from consistent_kernels.sparse_attention import window_and_selected
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
+from train_bridge.blocks.packed_attention import PackedAttention
 from train_bridge.blocks.packing import PackedSequences
 from train_bridge.blocks.v32 import index_keys
 
 
-class PackedV4Attention(torch.nn.Module):
+class PackedV4Attention(PackedAttention):
     """The trainer's form: every sequence from position 0, fp32 masters, private FP8 caches.
 
     No gradient flows into the indexer; its masters are buffers.
@@ -36,13 +37,8 @@ class PackedV4Attention(torch.nn.Module):
         backward: str = "own",
     ) -> None:
         """Take masters by the names of `v4_weight_shapes`; `backward` is of sparse attention."""
-        super().__init__()
-        self.params, self.programs, self.backward_name = params, programs, backward
-        for name in v4_weight_shapes(params):
-            if name.startswith("index_"):
-                self.register_buffer(name, weights[name])
-            else:
-                self.register_parameter(name, torch.nn.Parameter(weights[name].clone()))
+        super().__init__(list(v4_weight_shapes(params)), weights, programs, backward)
+        self.params = params
 
     def forward(self, hidden: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
         """Attend inside each sequence.

@@ -83,13 +83,19 @@ def experts_bwd_ref(
         if grad_x is not None:
             grad_x[order[part]] = product(grad_gate_up, gate_up)
     if grad_x is not None:
-        per_slot = grad_x.view(tokens, slots, x.shape[1])
-        grad_x = per_slot[:, 0].clone()
-        for slot in range(1, slots):
-            grad_x += per_slot[:, slot]
+        grad_x = sum_over_slots(grad_x, slots)
     return (
         grad_x,
         grad_w13,
         grad_w2,
         None if grad_weights is None else grad_weights.view(tokens, slots),
     )
+
+
+def sum_over_slots(rows: torch.Tensor, slots: int) -> torch.Tensor:
+    """Add the `slots` rows of each token, [T * slots, H] to [T, H], in ascending slot order."""
+    per_slot = rows.view(-1, slots, rows.shape[1])
+    total = per_slot[:, 0].clone()
+    for slot in range(1, slots):
+        total += per_slot[:, slot]
+    return total

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.experts.backward import Grads, gated_activation_bwd, product
+from consistent_kernels.experts.backward import (
+    Grads,
+    gated_activation_bwd,
+    product,
+    sum_over_slots,
+)
 from consistent_kernels.experts.reference import expert_slices, gated_activation, sorted_rows
 from consistent_kernels.quantization.reference import (
     dequantize_blocks_ref,
@@ -66,10 +71,7 @@ def fp8_experts_bwd_ref(
         if grad_x is not None:
             grad_x[order[part]] = product(grad_gate_up, gate_up_weight)
     if grad_x is not None:
-        per_slot = grad_x.view(tokens, slots, x.shape[1])
-        grad_x = per_slot[:, 0].clone()
-        for slot in range(1, slots):
-            grad_x += per_slot[:, slot]
+        grad_x = sum_over_slots(grad_x, slots)
     return (
         grad_x,
         grad_w13,

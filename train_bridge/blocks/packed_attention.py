@@ -1,0 +1,26 @@
+"""What the trainer's attention blocks share: masters, and how sparse attention runs backward."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.blocks import BlockPrograms
+
+
+class PackedAttention(torch.nn.Module):
+    """Masters by name; those of the indexer are buffers, since no gradient flows into it."""
+
+    def __init__(
+        self,
+        names: list[str],
+        weights: dict[str, torch.Tensor],
+        programs: BlockPrograms,
+        backward: str,
+    ) -> None:
+        super().__init__()
+        self.programs, self.backward_name = programs, backward
+        for name in names:
+            if name.startswith("index_"):
+                self.register_buffer(name, weights[name])
+            else:
+                self.register_parameter(name, torch.nn.Parameter(weights[name].clone()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.token_logprobs.api import STREAM_ROWS
+from consistent_kernels.token_logprobs.spec import BACKWARD_ROWS, STREAM_ROWS
 from train_bridge.modules import LinearForward, LMHeadForward
 from train_bridge.state import BridgeState
 
@@ -34,7 +34,8 @@ def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> 
     for module in model.modules():
         if isinstance(module, LMHeadForward):
             columns, inner = module.weight.shape
-            head_rows = min(probed, STREAM_ROWS[state.impl("token_logprobs")])
+            impl = state.impl("token_logprobs")
+            head_rows = min(probed, max(STREAM_ROWS[impl], BACKWARD_ROWS[impl]))
             shapes.add(GemmShape(columns, inner, head_rows, out_fp32=True))
         elif isinstance(module, LinearForward) and module.bias is None:
             shapes.add(GemmShape(*module.weight.shape, probed))

@@ -121,7 +121,8 @@ def _one(session: ModelSession, options: Options, total: Result, keep: Any) -> N
         session.time()
     if options.profile_steps:
         session.profile()
-    session.check()
+        keep(session.result)
+    session.check(keep)
     session.close()
     keep(session.result)
     for field in dataclasses.fields(Result):

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.common.clock import Clock
 from benchmarks.common.rows import Row
@@ -264,8 +266,11 @@ class ModelSession:
                         {"work": work.name, "variant": seat.variant.name} | found
                     )
 
-    def check(self) -> None:
-        """End stock after its control, bridge the trainers, and check every work."""
+    def check(self, keep: Callable[[Result], None] = lambda _: None) -> None:
+        """End stock after its control, bridge the trainers, and check every work.
+
+        `keep` gets the result after each work: what is checked survives what comes after.
+        """
         controls = self._controls()
         if self.stock is not None:
             self._end(self.stock)
@@ -280,7 +285,7 @@ class ModelSession:
                 self.clock.phase(f"{self.name}, {seat.variant.name}: parity"),
                 self._left_out_if_it_breaks(seat),
             ):
-                self._check_seat(seat, controls)
+                self._check_seat(seat, controls, keep)
 
     def _controls(self) -> dict[str, int]:
         """Stock's own mismatch on one work: the same comparison where it is expected to fail."""
@@ -292,33 +297,48 @@ class ModelSession:
             found = compare(samples, stock.engine.call("score", samples=samples), None)
         return {work.key: found.mismatched}
 
-    def _check_seat(self, seat: Seat, controls: dict[str, int]) -> None:
-        # The trainer scores one work while the engine samples and scores the next.
-        waiting: list[tuple[Work, list[Sample], Any]] = []
+    def _check_seat(
+        self, seat: Seat, controls: dict[str, int], keep: Callable[[Result], None]
+    ) -> None:
+        # The trainer scores one work while the engine samples the next.
+        waiting: tuple[Work, list[Sample], list[np.ndarray]] | None = None
         for work in self.works:
             samples = self._parity_samples(seat, work)
+            if waiting:
+                self._judge(seat, *waiting, controls)
+                keep(self.result)
             if seat.trainer:
                 seat.trainer.send(
                     "score", samples=samples, packed_tokens=self.options.packed_tokens
                 )
-            rescored = seat.engine.call("score", samples=samples)
-            waiting.append((work, samples, rescored))
-        for work, samples, rescored in waiting:
-            trained = seat.trainer.result() if seat.trainer else None
-            found = compare(samples, rescored, trained)
-            self.clock.tell(
-                f"{work.key}, {seat.variant.name}: {found.mismatched} of {found.tokens} log-probs "
-                f"differ, mean {found.mean_logprob:.2f}"
+            waiting = work, samples, seat.engine.call("score", samples=samples)
+        if waiting:
+            self._judge(seat, *waiting, controls)
+            keep(self.result)
+
+    def _judge(
+        self,
+        seat: Seat,
+        work: Work,
+        samples: list[Sample],
+        rescored: list[np.ndarray],
+        controls: dict[str, int],
+    ) -> None:
+        trained = seat.trainer.result() if seat.trainer else None
+        found = compare(samples, rescored, trained)
+        self.clock.tell(
+            f"{work.key}, {seat.variant.name}: {found.mismatched} of {found.tokens} log-probs "
+            f"differ, mean {found.mean_logprob:.2f}"
+        )
+        try:
+            require(found, seat.variant, self.options.parity_tokens)
+        except ParityError as error:
+            self.result.refusals.append(f"{work.name}, {seat.variant.name}: {error}")
+            return
+        if self.stock is not None:
+            self.result.rows.append(
+                self._row(seat, self.stock, work, found, controls.get(work.key))
             )
-            try:
-                require(found, seat.variant, self.options.parity_tokens)
-            except ParityError as error:
-                self.result.refusals.append(f"{work.name}, {seat.variant.name}: {error}")
-                continue
-            if self.stock is not None:
-                self.result.rows.append(
-                    self._row(seat, self.stock, work, found, controls.get(work.key))
-                )
 
     def _parity_samples(self, seat: Seat, work: Work) -> list[Sample]:
         wanted = self.options.parity_tokens

@@ -31,6 +31,8 @@ class Work:
         cached: whether the prompts are the same in every round and their pages stay cached.
         parity: (requests at once, tokens each) of a further rollout for the parity check, or None
             where the timed rounds' own samples serve, topped up until there are enough.
+        top_up: requests at once of a rollout that tops up; `requests` by default. One request at a
+            time would take minutes for enough tokens.
     """
 
     key: str
@@ -42,6 +44,7 @@ class Work:
     measure: str = THROUGHPUT
     cached: bool = False
     parity: tuple[int, int] | None = None
+    top_up: int | None = None
 
     @property
     def unit(self) -> str:
@@ -65,7 +68,8 @@ class Work:
             mean = (self.prompt[0] + self.prompt[1]) / 2 + self.new_tokens
             timed = int(1.03 * self.requests * mean) + self.prompt[1]
         parity = self.parity[0] * (self.prompt[1] + self.parity[1]) if self.parity else 0
-        return max(timed, parity, self.longest())
+        topped = (self.top_up or 0) * (self.prompt[1] + self.new_tokens)
+        return max(timed, parity, topped, self.longest())
 
     def prompts(self, round_index: int, source: PromptSource) -> list[list[int]]:
         """Return the prompts of a round; the same ones in every round where `cached`."""
@@ -74,7 +78,7 @@ class Work:
 
     def parity_prompts(self, turn: int, source: PromptSource) -> list[list[int]]:
         """Return the prompts of one rollout of the parity check."""
-        count = self.parity[0] if self.parity else self.requests
+        count = self.parity[0] if self.parity else (self.top_up or self.requests)
         return source(f"{self.key}/parity/{turn}", count, self.prompt)
 
 
@@ -83,7 +87,8 @@ _MIXED = (7, 777)
 WORKS = (
     Work("qwen3_8b.256", "Qwen3-8B shape, 256 requests x 256 tokens, mixed prompts",
          "qwen3_8b", 256, _MIXED, 256),
-    Work("qwen3_8b.1", "Qwen3-8B shape, 1 request x 256 tokens", "qwen3_8b", 1, (392, 392), 256),
+    Work("qwen3_8b.1", "Qwen3-8B shape, 1 request x 256 tokens", "qwen3_8b", 1, (392, 392), 256,
+         top_up=32),
     Work("qwen3_8b.32k", "Qwen3-8B shape, 8 requests at 32k context", "qwen3_8b", 8,
          (32_768, 32_768), 128, DECODE, cached=True, parity=(8, 2_048)),
     Work("qwen3_8b.ttft2k", "Qwen3-8B shape, time to first token, 2k prompt", "qwen3_8b", 8,
@@ -93,7 +98,7 @@ WORKS = (
     Work("qwen3_0_6b.256", "Qwen3-0.6B shape, 256 requests x 256 tokens, mixed prompts",
          "qwen3_0_6b", 256, _MIXED, 256),
     Work("qwen3_0_6b.1", "Qwen3-0.6B shape, 1 request x 256 tokens", "qwen3_0_6b", 1, (392, 392),
-         256),
+         256, top_up=32),
     Work("qwen3_30b_a3b.256", "Qwen3-30B-A3B shape, 8 layers, 256 requests x 256 tokens",
          "qwen3_30b_a3b", 256, _MIXED, 256),
     Work("qwen3_30b_a3b.64", "Qwen3-30B-A3B shape, 8 layers, 64 requests x 256 tokens",
@@ -113,6 +118,7 @@ def tiny(work: Work) -> Work:
         prompt=(150, 150) if long else (7, 40),
         new_tokens=min(work.new_tokens, 6),
         parity=(2, 5) if work.parity else None,
+        top_up=2 if work.top_up else None,
     )
 
 

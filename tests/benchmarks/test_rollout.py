@@ -200,7 +200,7 @@ def test_a_peer_is_measured_with_its_mismatch() -> None:
 def test_too_few_tokens_are_topped_up() -> None:
     told = options(parity_tokens=200)
     (row,) = finished("qwen3_0_6b.1", told=told).result.rows
-    assert 200 <= row["compared_tokens"] < 206
+    assert 200 <= row["compared_tokens"] < 212
 
 
 def test_a_variant_that_does_not_start_is_left_out() -> None:

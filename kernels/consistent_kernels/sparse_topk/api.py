@@ -10,9 +10,11 @@ from consistent_kernels.sparse_topk.reference import sparse_topk_ref
 from consistent_kernels.sparse_topk.spec import IMPLEMENTATIONS, MAX_K
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
+_LIBRARY.define("sparse_topk(Tensor scores, Tensor starts, Tensor ends, int k, str impl) -> Tensor")
+# An op of its own: Inductor cannot lower one whose only written argument is optional and absent.
 _LIBRARY.define(
-    "sparse_topk(Tensor scores, Tensor starts, Tensor ends, int k, Tensor(a!)? tickets, str impl) "
-    "-> Tensor"
+    "sparse_topk_with_tickets(Tensor scores, Tensor starts, Tensor ends, int k, "
+    "Tensor(a!) tickets, str impl) -> Tensor"
 )
 
 
@@ -38,17 +40,20 @@ def _sparse_topk(
     return sparse_topk_fwd(scores, starts, ends, k, tickets)
 
 
-_LIBRARY.impl("sparse_topk", _sparse_topk, "CompositeExplicitAutograd")
+def _without_tickets(
+    scores: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, k: int, impl: str
+) -> torch.Tensor:
+    return _sparse_topk(scores, starts, ends, k, None, impl)
+
+
+_LIBRARY.impl("sparse_topk", _without_tickets, "CompositeExplicitAutograd")
+_LIBRARY.impl("sparse_topk_with_tickets", _sparse_topk, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("consistent_kernels::sparse_topk", lib=_LIBRARY)
+@torch.library.register_fake("consistent_kernels::sparse_topk_with_tickets", lib=_LIBRARY)
 def _(
-    scores: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    k: int,
-    tickets: torch.Tensor | None,
-    impl: str,
+    scores: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, k: int, *_: object
 ) -> torch.Tensor:
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
 
@@ -122,4 +127,8 @@ def sparse_topk(
         raise invalid(
             op, "tickets", f"int32 with at least {rows} rows", given, "Use sparse_topk_tickets"
         )
-    return torch.ops.consistent_kernels.sparse_topk(scores, starts, ends, k, tickets, impl)
+    if tickets is None:
+        return torch.ops.consistent_kernels.sparse_topk(scores, starts, ends, k, impl)
+    return torch.ops.consistent_kernels.sparse_topk_with_tickets(
+        scores, starts, ends, k, tickets, impl
+    )

@@ -56,8 +56,7 @@ class ExpertsForward(Bridged):
         y = _experts(
             hidden_states, *masters, top_k_index, top_k_weights, None, prepared, None, impl
         )
-        for master in masters:
-            state.watch(y, self._bridge_name, master)
+        state.watch(y, self._bridge_name, *masters)
         return y
 
 

@@ -83,7 +83,7 @@ class BridgeState:
         change outside an optimizer is noticed too (one through `.data` is not: bump the version).
         """
         return self._kept(
-            name, master, lambda: self._prepare(self.engine_rows(name, master), out_dtype)
+            name, (master,), lambda: self._prepare(self.engine_rows(name, master), out_dtype)
         )
 
     def prepared_experts(self, name: str, master: torch.Tensor) -> torch.Tensor:
@@ -93,14 +93,14 @@ class BridgeState:
             name: of the parameter.
             master: the parameter.
         """
-        return self._kept(name, master, lambda: self._prepare_experts(master))
+        return self._kept(name, (master,), lambda: self._prepare_experts(master))
 
     def _kept(
-        self, name: str, master: torch.Tensor, prepare: Callable[[], torch.Tensor]
+        self, name: str, masters: tuple[torch.Tensor, ...], prepare: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         if self.sharded:
             return prepare()
-        key = self.key_of(master)
+        key = self.key_of(*masters)
         found = self.prepared.get(name)
         if found is not None and found.key == key:
             return found.weight
@@ -124,18 +124,19 @@ class BridgeState:
         with torch.inference_mode(False), torch.no_grad():
             return prepare_expert_weight(master, dtype=MODEL_DTYPE, impl=self.impl("experts"))
 
-    def key_of(self, master: torch.Tensor) -> tuple[int, ...]:
-        """What a rounded copy of `master` is valid for."""
-        return self.version.value, master._version, master.data_ptr()
+    def key_of(self, *masters: torch.Tensor) -> tuple[int, ...]:
+        """What a rounded copy of the masters is valid for."""
+        known = (number for m in masters for number in (m._version, m.data_ptr()))
+        return self.version.value, *known
 
-    def watch(self, output: torch.Tensor, name: str, master: torch.Tensor | None = None) -> None:
+    def watch(self, output: torch.Tensor, name: str, *masters: torch.Tensor) -> None:
         """Make the backward through `output` fail if weights change before it.
 
         autograd's own check sees neither a master behind a rounded copy nor a change of `.data`.
         """
         if not output.requires_grad:
             return
-        version, tensor_version = self.version.value, _version(master)
+        version, versions = self.version.value, [master._version for master in masters]
 
         def check(_: torch.Tensor) -> None:
             if self.version.value != version:
@@ -143,14 +144,10 @@ class BridgeState:
                     f"backward of {name}: its forward used weight version {version}, now it is "
                     f"{self.version.value}. Run the forward again after each optimizer step"
                 )
-            if _version(master) != tensor_version:
+            if [master._version for master in masters] != versions:
                 raise StaleWeightsError(
                     f"backward of {name}: its weight was changed in place since the forward. Run "
                     "the forward again after each change"
                 )
 
         output.register_hook(check)
-
-
-def _version(master: torch.Tensor | None) -> int:
-    return 0 if master is None else master._version

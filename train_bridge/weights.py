@@ -106,11 +106,12 @@ def check_prepared(model: nn.Module) -> None:
     stale = []
     parameters = dict(inner.named_parameters())
     for name, kept in state.prepared.items():
-        # Experts are kept by parameter, everything else by module.
-        master = parameters[name] if name in parameters else inner.get_submodule(name).weight
-        if kept.key != state.key_of(master):
+        masters = _masters(inner, parameters, name)
+        if kept.key != state.key_of(*masters):
             continue  # would be made again before its next use
-        rounded = state.engine_rows(name, master.detach()).to(MODEL_DTYPE)
+        detached = [master.detach() for master in masters]
+        whole = torch.stack(detached) if len(detached) > 1 else detached[0]
+        rounded = state.engine_rows(name, whole).to(MODEL_DTYPE)
         ours = kept.weight.to(MODEL_DTYPE)
         if not torch.equal(rounded.view(torch.int16), ours.view(torch.int16)):
             stale.append(name if name in parameters else f"{name}.weight")
@@ -119,6 +120,17 @@ def check_prepared(model: nn.Module) -> None:
             f"{len(stale)} weight(s) changed without a new version: {_some(stale)}. Call "
             "weight_version(model).bump() after changing parameters through .data"
         )
+
+
+def _masters(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], name: str
+) -> tuple[torch.Tensor, ...]:
+    """Return what a kept weight was made of."""
+    # Stacked experts are kept by parameter, everything else by module.
+    if name in parameters:
+        return (parameters[name],)
+    module = model.get_submodule(name)
+    return tuple(module.masters()) if hasattr(module, "masters") else (module.weight,)
 
 
 def require_finite(model: nn.Module, op: str) -> None:

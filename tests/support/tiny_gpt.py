@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from consistent_kernels.model_facts import model_facts
+from consistent_kernels.model_facts import ModelFacts, model_facts
 from train_bridge.megatron import get_gpt_block_vllm_spec
+from train_bridge.megatron.conversion import moe_layers
 
 
 def named(stock: torch.nn.Module) -> torch.nn.Module:
@@ -44,7 +45,23 @@ def transformer_config(hf_config: Any, **changes: Any) -> TransformerConfig:
         "perform_initialization": False,
         "attention_softmax_in_fp32": False,
     }
+    if facts.moe:
+        options |= _moe_options(hf_config, facts)
     return TransformerConfig(**(options | changes))
+
+
+def _moe_options(hf_config: Any, facts: ModelFacts) -> dict[str, Any]:
+    with_experts = moe_layers(facts)
+    return {
+        "num_moe_experts": hf_config.num_experts,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_layer_freq": [int(layer in with_experts) for layer in range(facts.num_layers)],
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
 
 
 def gpt_model(hf_config: Any, *, vocab_rows: int | None = None, **changes: Any) -> GPTModel:

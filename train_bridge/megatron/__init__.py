@@ -1,4 +1,4 @@
-"""The engine's kernels under megatron-core's GPTModel (dense, TP 1, PP 1).
+"""The engine's kernels under megatron-core's GPTModel (dense or experts; TP 1, PP 1, EP 1).
 
     spec = get_gpt_block_vllm_spec(config)        # or get_gpt_layer_vllm_spec
     model = GPTModel(config, spec, ...)

@@ -2,7 +2,9 @@
 
 megatron-core keeps q, k and v in one matrix, interleaved by group: the query heads of key head 0,
 key head 0, value head 0, the query heads of key head 1, ... Gate and up are stacked. Norms before a
-linear live in that linear. Source: megatron-core 0.19.2, `SelfAttention.forward` and `MLP.forward`.
+linear live in that linear. Each expert has its own matrices, where transformers stacks all experts
+and checkpoints hold gate and up apart as well.
+Source: megatron-core 0.19.2, `SelfAttention.forward`, `MLP.forward` and `TEGroupedMLP`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,14 @@ _HEAD = ("output_layer.weight", "lm_head.weight")
 _LAYER = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+_DENSE = (
     ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
     ("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
+_MOE = (
+    ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    ("mlp.router.weight", "mlp.gate.weight"),
 )
 _QK_NORM = (
     ("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
@@ -49,11 +57,19 @@ def qkv_sizes(facts: ModelFacts) -> tuple[int, int, int]:
     return facts.num_heads * facts.head_dim, keys, keys
 
 
+def moe_layers(facts: ModelFacts) -> frozenset[int]:
+    """Return the indices of the layers that have experts."""
+    listed = str(dict(facts.moe).get("layers", ""))
+    return frozenset(int(index) for index in listed.split(",") if index)
+
+
 def _plain_names(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield (megatron-core name, Hugging Face name) of what is the same tensor on both sides."""
     yield _EMBEDDING
+    with_experts = moe_layers(facts)
     for layer in range(facts.num_layers):
-        for ours, theirs in _LAYER + (_QK_NORM if facts.qk_norm else ()):
+        mlp = _MOE if layer in with_experts else _DENSE
+        for ours, theirs in _LAYER + mlp + (_QK_NORM if facts.qk_norm else ()):
             yield f"decoder.layers.{layer}.{ours}", f"model.layers.{layer}.{theirs}"
     yield _FINAL_NORM
     if not facts.tie_word_embeddings:
@@ -62,13 +78,38 @@ def _plain_names(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 def _fused_names(facts: ModelFacts) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (megatron-core name, Hugging Face names) of fused tensors."""
+    with_experts = moe_layers(facts)
     for layer in range(facts.num_layers):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
         for kind in ("weight", "bias") if facts.qkv_bias else ("weight",):
             names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
             yield f"{ours}.self_attention.linear_qkv.{kind}", names
+        if layer in with_experts:
+            continue
         gate_up = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
         yield f"{ours}.mlp.linear_fc1.weight", gate_up
+
+
+def _expert_names(facts: ModelFacts) -> Iterator[tuple[list[str], str, list[tuple[str, ...]]]]:
+    """Yield (megatron-core names, stacked Hugging Face name, checkpoint names) of experts.
+
+    The lists have an entry for each expert; a checkpoint's entry names the parts, in row order.
+    """
+    count = int(dict(facts.moe).get("num_experts", 0))
+    for layer in sorted(moe_layers(facts)):
+        ours, theirs = f"decoder.layers.{layer}.mlp.experts", f"model.layers.{layer}.mlp.experts"
+        for linear, stacked, parts in (
+            ("linear_fc1", "gate_up_proj", ("gate_proj", "up_proj")),
+            ("linear_fc2", "down_proj", ("down_proj",)),
+        ):
+            yield (
+                [f"{ours}.{linear}.weight{index}" for index in range(count)],
+                f"{theirs}.{stacked}",
+                [
+                    tuple(f"{theirs}.{index}.{part}.weight" for part in parts)
+                    for index in range(count)
+                ],
+            )
 
 
 def _is_qkv(name: str) -> bool:
@@ -81,7 +122,8 @@ def from_hf_state(
     """Return a megatron-core state dict (TP 1, PP 1) holding the values of a Hugging Face one.
 
     Args:
-        hf_state: by Hugging Face name; a repeated tied `lm_head.weight` is passed over.
+        hf_state: by Hugging Face name; a repeated tied `lm_head.weight` is passed over. Experts
+            stacked, as transformers names them, or one by one, as checkpoints do.
         facts: of the model.
         vocab_rows: rows of the padded vocabulary, where it is padded; the new rows are 0.
 
@@ -107,6 +149,13 @@ def from_hf_state(
             interleaved[qkv_rows(facts).to(stacked.device)] = stacked
             stacked = interleaved
         taken[ours] = stacked
+    for names, stacked_name, separate in _expert_names(facts):
+        if stacked_name in state:
+            # Copies: a view would keep the tensor of all experts alive.
+            each = (row.clone() for row in take(stacked_name))
+        else:
+            each = (torch.cat([take(name) for name in parts]) for parts in separate)
+        taken |= dict(zip(names, each, strict=True))
     if state:
         raise invalid("from_hf_state", "hf_state", "of known names", sorted(state)[:5])
     if vocab_rows is not None and vocab_rows != facts.vocab_size:
@@ -121,6 +170,8 @@ def hf_named(
     named: Mapping[str, torch.Tensor], facts: ModelFacts
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, tensor) of megatron-core parameters, or of their gradients.
+
+    Experts come stacked, as transformers names them.
 
     Args:
         named: by megatron-core name; rows beyond the vocabulary are left out.
@@ -147,5 +198,7 @@ def hf_named(
         else:
             sizes = (facts.intermediate_size, facts.intermediate_size)
         yield from zip(parts, tensor.split(sizes), strict=True)
+    for names, stacked_name, _ in _expert_names(facts):
+        yield stacked_name, torch.stack([take(name) for name in names])
     if rest:
         raise invalid("hf_named", "named", "of known names", sorted(rest)[:5])

@@ -1,4 +1,4 @@
-"""Autograd for megatron-core's fused qkv: the forward reads the engine's row order."""
+"""Autograd where megatron-core lays weights out otherwise: fused qkv, one weight an expert."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from consistent_kernels.experts import experts, experts_bwd
 from train_bridge.functions.linear import LinearFunction
 
 
@@ -41,3 +42,50 @@ def _at(rows: torch.Tensor, total: int, stacked: torch.Tensor | None) -> torch.T
     if stacked is None:
         return None
     return stacked.new_zeros((total, *stacked.shape[1:])).index_copy_(0, rows, stacked)
+
+
+class ListedExpertsFunction(torch.autograd.Function):
+    """`ExpertsFunction` with a master for each expert.
+
+    Args of `apply`: x [T, H]; ids [T, K]; weights [T, K] fp32; prepared, gate-up [E, 2 I, H] and
+    down [E, H, I]; impl; then the E masters of gate-up and the E of down.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        prepared: tuple[torch.Tensor, torch.Tensor],
+        impl: str,
+        *masters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, *prepared, ids, weights)
+        ctx.impl, ctx.dtypes = impl, [master.dtype for master in masters]
+        return experts(x, *prepared, ids, weights, impl=impl)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, w13, w2, ids, weights = ctx.saved_tensors
+        count = w13.shape[0]
+        wanted = ctx.needs_input_grad[5:]
+        needs = (
+            ctx.needs_input_grad[0],
+            any(wanted[:count]),
+            any(wanted[count:]),
+            ctx.needs_input_grad[2],
+        )
+        grad_x, grad_w13, grad_w2, grad_weights = experts_bwd(
+            grad, x, w13, w2, ids, weights, needs=needs, impl=ctx.impl
+        )
+        rows = [
+            row
+            for stacked in (grad_w13, grad_w2)
+            for row in ([None] * count if stacked is None else stacked.unbind())
+        ]
+        grads = [
+            row.to(dtype) if need else None
+            for row, dtype, need in zip(rows, ctx.dtypes, wanted, strict=True)
+        ]
+        return grad_x, None, grad_weights, None, None, *grads

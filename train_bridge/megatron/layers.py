@@ -137,9 +137,16 @@ class VllmRMSNorm(MegatronModule, nn.Module):
         return _rms_norm(x, self.weight, self.eps, self.state.impl("rms_norm"))
 
 
-def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
+def new_weight(config: TransformerConfig, shape: tuple[int, ...]) -> nn.Parameter:
+    """Return an uninitialized parameter where the configuration puts parameters."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    return nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+
+def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
+    weight = new_weight(config, (size,))
+    nn.init.ones_(weight)
+    return weight
 
 
 class VllmSiluAndMul(MegatronModule, nn.Module):

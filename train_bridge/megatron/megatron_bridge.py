@@ -17,8 +17,11 @@ MODULE_TYPES = {
     "VllmLayerNormColumnParallelLinear": "column",
     "VllmOutputLayer": "column",
     "VllmVocabParallelEmbedding": "column",
+    "VllmColumnParallelGroupedLinear": "column",
     "VllmRowParallelLinear": "row",
+    "VllmRowParallelGroupedLinear": "row",
     "VllmRMSNorm": "replicated",
+    "VllmTopKRouter": "replicated",
 }
 """Class name to how Megatron-Bridge cuts its weight over TP ranks."""
 

@@ -23,6 +23,7 @@ from consistent_kernels.errors import ConfigurationError
 from consistent_kernels.model_facts import ModelFacts, model_facts
 from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
+from consistent_kernels.router import RouterParameters
 from train_bridge.causal_lm import pack_for
 from train_bridge.megatron.conversion import hf_named
 from train_bridge.megatron.layers import (
@@ -33,6 +34,7 @@ from train_bridge.megatron.layers import (
     VllmSelfAttention,
     VllmVocabParallelEmbedding,
 )
+from train_bridge.megatron.moe import VllmGroupedLinear, VllmMoELayer
 from train_bridge.megatron.refusals import config_violations, disagreements
 from train_bridge.megatron.state import MegatronState
 from train_bridge.modules import Scoring, unwrapped
@@ -49,6 +51,8 @@ _CONTAINERS = (
     TransformerLayer,
     VllmSelfAttention,
     VllmMLP,
+    VllmMoELayer,
+    VllmGroupedLinear,
 )
 _BRIDGED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hook: Any = None
@@ -180,8 +184,6 @@ def _new_state(
     except ConfigurationError as error:
         violations += error.violations
     if facts is not None:
-        if facts.moe:
-            violations.append("mixture-of-experts layers are not bridged yet")
         violations += disagreements(model.config, facts, hf_config)
         violations += _model_violations(model, facts, hf_config)
     device = device_type or next((p.device.type for p in model.parameters()), "unknown")
@@ -201,6 +203,7 @@ def _new_state(
             scale=facts.head_dim**-0.5,
             sliding_window=facts.sliding_window,
         ),
+        router=RouterParameters.from_hf_config(hf_config) if facts.moe else None,
         head="embedding.word_embeddings" if facts.tie_word_embeddings else "output_layer",
     )
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -33,14 +34,15 @@ from train_bridge.megatron.layers import (
     VllmSiluAndMul,
     add_residual,
 )
-from train_bridge.megatron.refusals import config_violations
+from train_bridge.megatron.moe import VllmGroupedMLP, VllmMoELayer, VllmTopKRouter
+from train_bridge.megatron.refusals import config_violations, moe_pattern
 
 
 class VllmSpecProvider(BackendSpecProvider):
     """Our modules where the contract has an op, the fallback's elsewhere.
 
-    Elsewhere means: LayerNorm, and grouped experts. `get_gpt_layer_vllm_spec` refuses a
-    configuration that would need one, so a model bridged through it runs nothing of the fallback.
+    Elsewhere means LayerNorm. `get_gpt_layer_vllm_spec` refuses a configuration that would need it,
+    so a model bridged through it runs nothing of the fallback.
 
     Args:
         fallback: `LocalSpecProvider()` by default; `TESpecProvider()` where installed.
@@ -77,9 +79,14 @@ class VllmSpecProvider(BackendSpecProvider):
         """Return attention over given q, k, v."""
         return VllmCoreAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """Return the fallback's experts."""
-        return self.fallback.grouped_mlp_modules(moe_use_grouped_gemm)
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> type:
+        """Return the experts; the same with and without grouped GEMMs."""
+        del moe_use_grouped_gemm
+        return VllmGroupedMLP
+
+    def router(self) -> type:
+        """Return the router, which megatron-core's protocol does not ask for."""
+        return VllmTopKRouter
 
     def activation_func(self) -> type:
         """Return silu(gate) * up."""
@@ -87,18 +94,26 @@ class VllmSpecProvider(BackendSpecProvider):
 
 
 def get_gpt_layer_vllm_spec(
-    config: TransformerConfig, *, provider: VllmSpecProvider | None = None
+    config: TransformerConfig,
+    *,
+    provider: VllmSpecProvider | None = None,
+    experts: bool | None = None,
 ) -> ModuleSpec:
-    """Return the spec of one dense layer; Megatron-Bridge's `transformer_layer_spec` takes it.
+    """Return the spec of one layer; Megatron-Bridge's `transformer_layer_spec` takes it.
 
     Args:
         config: of the model (Megatron-Bridge passes its provider, which is one).
         provider: with another fallback; `VllmSpecProvider()` by default.
+        experts: whether the layer is a mixture of experts; what all layers are by default.
 
     Raises:
-        ConfigurationError: everything that no program serves, at once.
+        ConfigurationError: everything that no program serves, at once; or layers of both kinds
+            and no `experts`.
     """
     violations = config_violations(config)
+    kinds = set(moe_pattern(config))
+    if experts is None and len(kinds) > 1:
+        violations.append("layers of two kinds (moe_layer_freq): use get_gpt_block_vllm_spec")
     if violations:
         raise ConfigurationError(violations, "megatron configuration")
     backend = provider or VllmSpecProvider()
@@ -110,23 +125,30 @@ def get_gpt_layer_vllm_spec(
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    mlp = MLPSubmodules(
-        linear_fc1=backend.column_parallel_layer_norm_linear(),
-        linear_fc2=backend.row_parallel_linear(),
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
-                module=VllmSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
-            self_attn_bda=add_residual,
-            mlp=partial(VllmMLP.as_mlp_submodule, submodules=mlp),
-            mlp_bda=add_residual,
+    layer = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(
+            module=VllmSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=attention,
         ),
+        self_attn_bda=add_residual,
+        mlp_bda=add_residual,
     )
+    if kinds == {True} if experts is None else experts:
+        # The router and the experts both read the norm, so it is no linear's.
+        layer.pre_mlp_layernorm = backend.layer_norm(rms_norm=True)
+        layer.mlp = partial(VllmMoELayer, submodules=_moe_submodules(backend))
+    else:
+        dense = MLPSubmodules(
+            linear_fc1=backend.column_parallel_layer_norm_linear(),
+            linear_fc2=backend.row_parallel_linear(),
+        )
+        layer.mlp = partial(VllmMLP.as_mlp_submodule, submodules=dense)
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _moe_submodules(backend: VllmSpecProvider) -> MoESubmodules:
+    return MoESubmodules(experts=backend.grouped_mlp_modules(True), router=backend.router())
 
 
 def get_gpt_block_vllm_spec(
@@ -137,9 +159,14 @@ def get_gpt_block_vllm_spec(
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the spec of all layers with our final norm; raises as `get_gpt_layer_vllm_spec`."""
-    layer = get_gpt_layer_vllm_spec(config, provider=provider)
     backend = provider or VllmSpecProvider()
+    # Refuses pipeline stages, so that the pattern is that of all layers.
+    kinds = {
+        experts: get_gpt_layer_vllm_spec(config, provider=backend, experts=experts)
+        for experts in set(moe_pattern(config))
+    }
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage, pp_rank),
+        layer_specs=[kinds[experts] for experts in moe_pattern(config)[:count]],
         layer_norm=backend.layer_norm(rms_norm=True),
     )

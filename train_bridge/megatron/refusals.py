@@ -7,13 +7,16 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from consistent_kernels.contract import float_bits
 from consistent_kernels.model_facts import ModelFacts
+from train_bridge.megatron.conversion import moe_layers
 
 _ONE_RANK = (
     ("tensor_model_parallel_size", "a row's sum over TP ranks has no written order yet"),
     ("pipeline_model_parallel_size", "stages are not bridged yet"),
     ("context_parallel_size", "attention over CP ranks is not bridged yet"),
     ("expert_model_parallel_size", "expert parallelism is not bridged yet"),
+    ("expert_tensor_parallel_size", "a row's sum over ranks has no written order yet"),
     ("gtp_weight_remat_size", "gathered weight shards are not bridged"),
 )
 _OFF = (
@@ -33,7 +36,6 @@ _OFF = (
     ("qk_clip", "it changes weights between forward and update"),
     ("apply_query_key_layer_scaling", "scores are scaled once, in fp32"),
     ("softmax_scale", "the scale is head_dim ** -0.5"),
-    ("num_moe_experts", "mixture-of-experts layers are not bridged yet"),
     ("mtp_num_layers", "multi-token prediction is not bridged"),
     ("use_mup", "MuP scales activations"),
     ("activation_func_clamp_value", "the engine does not clamp"),
@@ -49,6 +51,37 @@ _OFF = (
     ("defer_embedding_wgrad_compute", "the head computes its gradient with the forward's weight"),
     ("delay_wgrad_compute", "our linears compute it in the backward"),
 )
+
+_MOE_OFF = (
+    ("moe_aux_loss_coeff", "our router adds no auxiliary loss"),
+    ("moe_z_loss_coeff", "our router adds no auxiliary loss"),
+    ("moe_input_jitter_eps", "the engine's router has none"),
+    ("moe_router_enable_expert_bias", "no program serves it here"),
+    ("moe_router_force_load_balancing", "it replaces the logits"),
+    ("moe_router_force_biased", "it replaces the logits"),
+    ("moe_enable_routing_replay", "both sides route by themselves, to the same experts"),
+    ("moe_token_dropping", "no token is dropped"),
+    ("moe_expert_capacity_factor", "no token is dropped"),
+    ("moe_expert_rank_capacity_factor", "no token is dropped"),
+    ("moe_shared_expert_intermediate_size", "no program serves it here"),
+    ("moe_latent_size", "no program serves it here"),
+    ("moe_apply_probs_on_input", "weights multiply after the down projection"),
+    ("moe_mlp_glu_interleave_size", "gate and up are stacked"),
+    ("moe_single_grouped_weight", "each expert has its own parameters"),
+    ("overlap_moe_expert_parallel_comm", "nothing is exchanged between ranks"),
+    ("overlap_dispatch_backward_with_experts_wgrad", "nothing is exchanged between ranks"),
+)
+_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def moe_pattern(config: TransformerConfig) -> list[bool]:
+    """Return for each layer whether it has experts, as megatron-core reads `moe_layer_freq`."""
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    return [bool(has_experts) for has_experts in frequency]
 
 
 def config_violations(config: TransformerConfig) -> list[str]:
@@ -68,9 +101,28 @@ def config_violations(config: TransformerConfig) -> list[str]:
         found.append("the MLP must be SwiGLU: gated_linear_unit=True, activation_func=F.silu")
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
         found.append(f"cuda_graph_impl={config.cuda_graph_impl!r}: not tried; set it to 'none'")
+    if config.num_moe_experts:
+        found += _moe_violations(config)
     selective = config.recompute_granularity == "selective"
     if selective and "core_attn" in (config.recompute_modules or ()):
         found.append("recompute_modules names core_attn: our attention keeps no scores; drop it")
+    return found
+
+
+def _moe_violations(config: TransformerConfig) -> list[str]:
+    found = []
+    for name, why in _MOE_OFF:
+        value = getattr(config, name, None)
+        if any(value) if isinstance(value, list | tuple) else value:
+            found.append(f"{name}={value}: {why}")
+    kinds = config.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in _BALANCING:
+            found.append(f"moe_router_load_balancing_type={kind!r}: it chooses other experts")
+    if config.moe_router_dtype == "fp64":
+        found.append("moe_router_dtype='fp64': logits are fp32, as in the engine; use 'fp32'")
+    if len(moe_pattern(config)) != config.num_layers:
+        found.append(f"moe_layer_freq={config.moe_layer_freq}: it must name {config.num_layers}")
     return found
 
 
@@ -86,9 +138,32 @@ def disagreements(config: TransformerConfig, facts: ModelFacts, hf_config: Any) 
         ("layernorm_epsilon", config.layernorm_epsilon, hf_config.rms_norm_eps),
         ("add_qkv_bias", bool(config.add_qkv_bias), facts.qkv_bias),
         ("qk_layernorm", bool(config.qk_layernorm), facts.qk_norm),
+        ("num_moe_experts", config.num_moe_experts or 0, dict(facts.moe).get("num_experts", 0)),
     )
+    if facts.moe and config.num_moe_experts:
+        pairs += _moe_pairs(config, facts)
     return [
         f"{name}={ours}, but the Hugging Face configuration says {theirs}"
         for name, ours, theirs in pairs
         if ours != theirs
     ]
+
+
+def _moe_pairs(config: TransformerConfig, facts: ModelFacts) -> tuple[tuple[str, Any, Any], ...]:
+    theirs = dict(facts.moe)
+    layers = [index for index, has_experts in enumerate(moe_pattern(config)) if has_experts]
+    return (
+        ("moe_layer_freq", layers, sorted(moe_layers(facts))),
+        ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, theirs["intermediate_size"]),
+        ("moe_router_topk", config.moe_router_topk, theirs["top_k"]),
+        ("moe_router_score_function", config.moe_router_score_function, theirs["scoring"]),
+        # Over all and then divided by the chosen ones' sum = over the chosen logits alone.
+        ("moe_router_pre_softmax", bool(config.moe_router_pre_softmax), not theirs["renormalize"]),
+        (
+            "moe_router_topk_scaling_factor",
+            float_bits(config.moe_router_topk_scaling_factor or 1.0),
+            theirs["scale"],
+        ),
+        ("moe_router_num_groups", config.moe_router_num_groups or 1, theirs["num_groups"]),
+        ("moe_router_group_topk", config.moe_router_group_topk or 1, theirs["top_groups"]),
+    )

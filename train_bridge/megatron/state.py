@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import invalid
 from train_bridge.functions.ambient import plain_settings
 from train_bridge.megatron.conversion import qkv_rows, qkv_sizes
-from train_bridge.state import BridgeState
+from train_bridge.state import MODEL_DTYPE, BridgeState
 
 COLUMN_CUT = 64
 """Fused columns equal separate ones where the cuts are multiples of this (see `linear`)."""
@@ -67,6 +68,21 @@ class MegatronState(BridgeState):
             return master[: self.facts.vocab_size]
         rows = self.rows.get(name)
         return master if rows is None else master.index_select(0, rows.to(master.device))
+
+    def prepared_stack(self, name: str, masters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the weights of all experts [E, N, K], rounded once per weight version.
+
+        Args:
+            name: of the module that owns them.
+            masters: one an expert, each [N, K].
+        """
+
+        def stack() -> torch.Tensor:
+            # Rounded one by one: no copy of all fp32 masters.
+            rounded = [master.detach().to(MODEL_DTYPE) for master in masters]
+            return self._prepare_experts(torch.stack(rounded))
+
+        return self._kept(name, tuple(masters), stack)
 
     def note_fused(self, name: str) -> None:
         """Note the order and the cuts of a fused weight: linear_qkv or linear_fc1, by its name."""

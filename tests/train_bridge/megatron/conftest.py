@@ -18,12 +18,6 @@ from tiny_gpt import gpt_model, named
 from train_bridge.megatron import bridge_gpt_model, from_hf_state
 
 
-@pytest.fixture(params=("llama", "qwen2", "qwen3"))
-def family(request: pytest.FixtureRequest) -> str:
-    """The dense ones; mixture-of-experts layers are refused."""
-    return request.param
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
     """A gloo group of one rank, gone after the file: an engine in this process makes its own."""

@@ -193,8 +193,13 @@ def test_gpt_model_grad_matches_hf(
     assert ours.keys() == theirs.keys()
     # Where no fused projection lies between the loss and the parameter, the same functions run in
     # the same order.
-    last = bridged.config.num_hidden_layers - 1
-    same = ["model.norm.weight", f"model.layers.{last}.mlp.down_proj.weight"]
+    last = f"model.layers.{bridged.config.num_hidden_layers - 1}"
+    same = ["model.norm.weight"]
+    if model.state.facts.moe:
+        parts = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+        same += [f"{last}.mlp.{part}" for part in parts]
+    else:
+        same.append(f"{last}.mlp.down_proj.weight")
     if not bridged.config.tie_word_embeddings:
         same.append("lm_head.weight")
     for name in same:

@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core (extra: megatro
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from tiny_gpt import gpt_model, named, transformer_config
 
 from consistent_kernels.errors import ConfigurationError, ContractMismatchError, UnsupportedError
@@ -22,12 +23,14 @@ from train_bridge import token_logprobs
 from train_bridge.megatron import (
     VllmSpecProvider,
     bridge_gpt_model,
+    get_gpt_block_vllm_spec,
     get_gpt_layer_vllm_spec,
     megatron_bridge,
     pre_wrap_hook,
     register_auto_mapping,
 )
 from train_bridge.megatron.layers import VllmRMSNorm
+from train_bridge.megatron.moe import VllmGroupedMLP, VllmMoELayer
 
 pytestmark = pytest.mark.megatron
 
@@ -36,6 +39,7 @@ REFUSED: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "context_parallel_size": 2,
     "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
     "sequence_parallel": True,
     "fp8": "hybrid",
     "fp4": "e2m1",
@@ -48,7 +52,6 @@ REFUSED: dict[str, Any] = {
     "attention_output_gate": True,
     "qk_l2_norm": True,
     "softmax_scale": 0.5,
-    "num_moe_experts": 8,
     "mtp_num_layers": 1,
     "use_mup": True,
     "activation_func_clamp_value": 7.0,
@@ -60,6 +63,35 @@ REFUSED: dict[str, Any] = {
     "gated_linear_unit": False,
     "cuda_graph_impl": "local",
 }
+
+REFUSED_WITH_EXPERTS: dict[str, Any] = {
+    "moe_aux_loss_coeff": 1e-3,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_input_jitter_eps": 0.1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": 0.1,
+    "moe_enable_routing_replay": True,
+    "moe_token_dropping": True,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.0,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": 64,
+    "moe_apply_probs_on_input": True,
+    "moe_mlp_glu_interleave_size": 32,
+    "moe_single_grouped_weight": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "moe_router_load_balancing_type": "sinkhorn",
+    "moe_router_dtype": "fp64",
+    "moe_layer_freq": [1, 0],
+}
+
+
+@pytest.fixture
+def experts(make_stock: Callable) -> torch.nn.Module:
+    """A tiny Qwen3-MoE, its middle layer dense."""
+    return named(make_stock("qwen3_moe"))
 
 
 @pytest.fixture
@@ -91,6 +123,70 @@ def test_spec_lists_all_reasons_at_once(stock: torch.nn.Module) -> None:
     with pytest.raises(ConfigurationError) as caught:
         get_gpt_layer_vllm_spec(config)
     assert len(caught.value.violations) == len(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED_WITH_EXPERTS)
+def test_spec_with_experts_rejects(name: str, experts: torch.nn.Module) -> None:
+    config = transformer_config(experts.config)
+    setattr(config, name, REFUSED_WITH_EXPERTS[name])
+    with pytest.raises(ConfigurationError) as caught:
+        get_gpt_block_vllm_spec(config)
+    assert [line.split("=")[0] for line in caught.value.violations] == [name]
+
+
+def test_control_the_same_configuration_with_experts_is_taken(experts: torch.nn.Module) -> None:
+    config = transformer_config(experts.config, moe_router_dtype="fp32")
+    get_gpt_block_vllm_spec(config)
+    # A coefficient of 0 for each of several auxiliary losses.
+    config.moe_router_load_balancing_type = ["aux_loss", "seq_aux_loss"]
+    config.moe_aux_loss_coeff = [0.0, 0.0]
+    get_gpt_block_vllm_spec(config)
+
+
+def test_one_spec_for_layers_of_two_kinds_is_refused(experts: torch.nn.Module) -> None:
+    config = transformer_config(experts.config)
+    with pytest.raises(ConfigurationError, match="get_gpt_block_vllm_spec"):
+        get_gpt_layer_vllm_spec(config)
+    config.moe_layer_freq = 1
+    assert get_gpt_layer_vllm_spec(config).submodules.mlp.func is VllmMoELayer
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_moe_experts", 8),
+        ("moe_router_topk", 2),
+        ("moe_ffn_hidden_size", 64),
+        ("moe_layer_freq", [1, 1, 1]),
+        ("moe_router_pre_softmax", True),
+        ("moe_router_score_function", "sigmoid"),
+        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_router_num_groups", 4),
+        ("moe_router_group_topk", 2),
+    ],
+)
+def test_bridge_rejects_other_experts(name: str, value: Any, experts: torch.nn.Module) -> None:
+    model = gpt_model(experts.config)
+    if name in ("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"):
+        model = gpt_model(experts.config, **{name: value})
+    setattr(model.config, name, value)
+    with pytest.raises(ConfigurationError) as caught:
+        bridge_gpt_model(model, experts.config)
+    assert [line.split("=")[0] for line in caught.value.violations] == [name]
+
+
+def test_bridge_rejects_megatron_cores_own_experts(experts: torch.nn.Module) -> None:
+    """Our provider's experts under its MoELayer would be fed permuted tokens."""
+    config = transformer_config(experts.config, moe_token_dispatcher_type="allgather")
+    spec = get_gpt_block_vllm_spec(config)
+    stock = get_moe_module_spec_for_backend(VllmSpecProvider(), config.num_moe_experts, True)
+    for layer in spec.layer_specs:
+        layer.submodules.mlp = stock
+    model = GPTModel(
+        config, spec, vocab_size=1280, max_sequence_length=64, position_embedding_type="none"
+    )
+    with pytest.raises(ConfigurationError, match="MoELayer"):
+        bridge_gpt_model(model, experts.config)
 
 
 def test_recompute_of_core_attention_is_rejected(stock: torch.nn.Module) -> None:
@@ -140,10 +236,11 @@ def test_bridge_rejects_what_is_no_gpt_model(stock: torch.nn.Module) -> None:
         bridge_gpt_model(stock, stock.config)
 
 
-def test_bridge_rejects_experts(stock: torch.nn.Module, make_stock: Callable) -> None:
-    experts = named(make_stock("qwen3_moe")).config
-    with pytest.raises(ConfigurationError, match="mixture-of-experts"):
-        bridge_gpt_model(gpt_model(stock.config), experts)
+def test_bridge_rejects_dense_layers_for_experts(
+    stock: torch.nn.Module, experts: torch.nn.Module
+) -> None:
+    with pytest.raises(ConfigurationError, match="num_moe_experts=0"):
+        bridge_gpt_model(gpt_model(stock.config), experts.config)
 
 
 def test_bridge_rejects_another_contract(make_gpt: Callable, make_bridged: Callable) -> None:
@@ -182,7 +279,7 @@ def test_provider_falls_back_where_no_op_is() -> None:
     provider = VllmSpecProvider(fallback=local)
     assert provider.layer_norm(rms_norm=True) is VllmRMSNorm
     assert provider.layer_norm() is local.layer_norm()
-    assert provider.grouped_mlp_modules(False).func is local.grouped_mlp_modules(False).func
+    assert provider.grouped_mlp_modules(False) is VllmGroupedMLP
 
 
 def test_auto_mapping_says_that_megatron_bridge_is_missing(
@@ -202,6 +299,6 @@ def test_auto_mapping_registers_every_class(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(megatron_bridge.importlib, "import_module", lambda _: stand_in)
     register_auto_mapping()
     assert seen == megatron_bridge.MODULE_TYPES
-    from train_bridge.megatron import layers
+    from train_bridge.megatron import layers, moe
 
-    assert all(hasattr(layers, name) for name in seen)
+    assert all(hasattr(layers, name) or hasattr(moe, name) for name in seen)

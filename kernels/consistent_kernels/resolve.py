@@ -20,7 +20,31 @@ DENSE_OPS = (
     "token_logprobs",
 )
 MOE_BF16 = "moe_bf16_v1"
-OPS_OF_CONTRACT = {DENSE_BF16: DENSE_OPS, MOE_BF16: (*DENSE_OPS, "experts", "router")}
+SPARSE_BLOCK = "sparse_attention_block_v1"
+SPARSE_BLOCK_OPS = (
+    "compressor",
+    "grouped_linear",
+    "hyper_connections",
+    "indexer",
+    "interleaved_rotary",
+    "kv_cache_fp8",
+    "linear",
+    "quantization",
+    "rms_norm",
+    "rotary",
+    "sparse_attention",
+    "sparse_attention_fp8",
+    "sparse_topk",
+)
+"""Every op of a V3.2 or V4 attention block and of the streams around it; a block's own contract
+(`blocks.block_contract`) holds those of them that it calls."""
+OPS_OF_CONTRACT = {
+    DENSE_BF16: DENSE_OPS,
+    MOE_BF16: (*DENSE_OPS, "experts", "router"),
+    SPARSE_BLOCK: SPARSE_BLOCK_OPS,
+}
+_SPEC_OF_OP = {"sparse_attention_fp8": ("sparse_attention", "FP8_SPEC")}
+"""(folder, name) of a spec that is not the SPEC of its op's own folder."""
 _IMPLEMENTATION_OF_DEVICE = {"cpu": "reference", "cuda": "triton"}
 PROGRAMS = (None, "triton")
 """What may be asked for: the fastest program (None), or on CUDA our own kernels alone."""
@@ -31,6 +55,12 @@ def contract_name(facts: ModelFacts) -> str:
     return MOE_BF16 if facts.moe else DENSE_BF16
 
 
+def op_spec(op: str) -> OpSpec:
+    """Return the spec of an op."""
+    folder, name = _SPEC_OF_OP.get(op, (op, "SPEC"))
+    return getattr(importlib.import_module(f"consistent_kernels.{folder}.spec"), name)
+
+
 def contract_specs(name: str) -> dict[str, OpSpec]:
     """Return the spec of every op of a contract, the part that its file freezes.
 
@@ -39,8 +69,7 @@ def contract_specs(name: str) -> dict[str, OpSpec]:
     """
     if name not in OPS_OF_CONTRACT:
         raise UnsupportedError("contract", repr(name), OPS_OF_CONTRACT)
-    ops = OPS_OF_CONTRACT[name]
-    return {op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in ops}
+    return {op: op_spec(op) for op in OPS_OF_CONTRACT[name]}
 
 
 def choose_implementation(

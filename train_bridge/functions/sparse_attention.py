@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from consistent_kernels.kv_cache_fp8 import KVLayout, gather_kv_fp8, new_cache, write_kv_fp8
+from consistent_kernels.kv_cache_fp8 import KVLayout, new_cache, write_kv_fp8
 from consistent_kernels.sparse_attention import (
+    read_slots_fp8,
     sparse_attention,
     sparse_attention_bwd,
     sparse_attention_fp8,
@@ -67,11 +68,10 @@ def _private_cache(kv: torch.Tensor, layout: KVLayout, impl: str) -> torch.Tenso
     return cache
 
 
-def _rows(cache: torch.Tensor, layout: KVLayout, impl: str) -> torch.Tensor:
-    """Return all slots of a private cache dequantized, [slots, width]."""
-    places = torch.arange(cache.shape[0] * cache.shape[1], dtype=torch.int32, device=cache.device)
-    zero = torch.zeros(1, dtype=torch.int32, device=cache.device)
-    return gather_kv_fp8(cache, places[None], zero, layout=layout, impl=impl, starts=zero)[0]
+def _rows(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Return all slots of a private cache as the forward read them, [slots, width]."""
+    slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
+    return read_slots_fp8(cache, slots, layout)
 
 
 class SparseAttentionFP8Function(torch.autograd.Function):
@@ -111,16 +111,16 @@ class SparseAttentionFP8Function(torch.autograd.Function):
             q, cache, slots, *((None, None) if extra is None else extra), out, lse, sinks
         )
         ctx.rows = (len(kv), 0 if extra_kv is None else len(extra_kv))
-        ctx.scale, ctx.layout, ctx.other, ctx.backward_name = scale, layout, other, backward
+        ctx.scale, ctx.layout, ctx.backward_name = scale, layout, backward
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         q, cache, slots, extra_cache, extra_slots, out, lse, sinks = ctx.saved_tensors
-        rows, indices = _rows(cache, ctx.layout, ctx.other), slots
+        rows, indices = _rows(cache, ctx.layout), slots
         first = len(rows)
         if extra_cache is not None:
-            rows = torch.cat((rows, _rows(extra_cache, ctx.layout, ctx.other)))
+            rows = torch.cat((rows, _rows(extra_cache, ctx.layout)))
             more = torch.where(extra_slots >= 0, extra_slots + first, -1)
             indices = torch.cat((slots, more), dim=1)
         grad_q, grad_rows, grad_sinks = sparse_attention_bwd(

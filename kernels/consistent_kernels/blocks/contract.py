@@ -6,8 +6,9 @@ import dataclasses
 import importlib
 
 from consistent_kernels.blocks.parameters import BlockPrograms, V4Parameters, V32Parameters
-from consistent_kernels.contract import Contract, OpSpec, Program, Scalar, float_bits
+from consistent_kernels.contract import Contract, Program, Scalar, float_bits
 from consistent_kernels.program_source import toolchain
+from consistent_kernels.resolve import SPARSE_BLOCK, op_spec
 
 _SHARED_OPS = (
     "grouped_linear",
@@ -17,9 +18,9 @@ _SHARED_OPS = (
     "linear",
     "quantization",
     "rms_norm",
-    "sparse_attention",
     "sparse_topk",
 )
+"""Of both blocks, with one of the two ways to read the cache."""
 V32_OPS = (*_SHARED_OPS, "rotary")
 V4_OPS = (*_SHARED_OPS, "compressor")
 
@@ -36,11 +37,16 @@ def _facts(params: V32Parameters | V4Parameters) -> dict[str, Scalar]:
 
 
 def _program(op: str, programs: BlockPrograms) -> Program:
+    if op == "sparse_attention_fp8":
+        return importlib.import_module("consistent_kernels.sparse_attention.spec").fp8_program(
+            programs.attention
+        )
+    own = {
+        "linear": programs.linear,
+        "indexer": programs.indexer,
+        "sparse_attention": programs.attention,
+    }
     spec = importlib.import_module(f"consistent_kernels.{op}.spec")
-    if op == "sparse_attention":
-        read = spec.fp8_program if programs.read == "fp8" else spec.program
-        return read(programs.attention)
-    own = {"linear": programs.linear, "indexer": programs.indexer}
     return spec.program(own.get(op, programs.other))
 
 
@@ -57,14 +63,12 @@ def block_contract(
     Raises:
         MissingBinaryError: a program that is made of a library which is not installed.
     """
-    ops = V32_OPS if isinstance(params, V32Parameters) else V4_OPS
-    specs: dict[str, OpSpec] = {
-        op: importlib.import_module(f"consistent_kernels.{op}.spec").SPEC for op in ops
-    }
+    attention = "sparse_attention_fp8" if programs.read == "fp8" else "sparse_attention"
+    ops = (attention, *(V32_OPS if isinstance(params, V32Parameters) else V4_OPS))
     return Contract(
-        name="sparse_attention_block_v1",
+        name=SPARSE_BLOCK,
         model=_facts(params),
         toolchain=toolchain(device_type),
-        specs=specs,
+        specs={op: op_spec(op) for op in ops},
         programs={op: _program(op, programs) for op in ops},
     )

@@ -5,11 +5,12 @@ from consistent_kernels.sparse_attention.api import (
     sparse_attention,
     sparse_attention_bwd,
 )
-from consistent_kernels.sparse_attention.fp8 import sparse_attention_fp8
+from consistent_kernels.sparse_attention.fp8 import read_slots_fp8, sparse_attention_fp8
 from consistent_kernels.sparse_attention.indices import window_and_selected
 
 __all__ = [
     "check_indices",
+    "read_slots_fp8",
     "sparse_attention",
     "sparse_attention_bwd",
     "sparse_attention_fp8",

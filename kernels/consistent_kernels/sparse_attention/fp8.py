@@ -6,7 +6,8 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
-from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, gather_kv_fp8, workspace_indices
+from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, workspace_indices
+from consistent_kernels.kv_cache_fp8.reference import dequantize_kv_ref, read_slots_ref
 from consistent_kernels.sparse_attention.reference import padded_indices, sparse_attention_ref
 from consistent_kernels.sparse_attention.spec import ENTRY_TILE, FP8_IMPLEMENTATIONS
 
@@ -23,10 +24,26 @@ _LIBRARY.define(
 )
 
 
-def _read(cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """Dequantized rows [T, K, width] of physical slots: positions of one contiguous request."""
-    zero = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
-    return gather_kv_fp8(cache, slots, zero, layout=layout, impl="reference", starts=zero[:1])
+def read_slots_fp8(cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Return the rows that `sparse_attention_fp8` reads: round(q * round_bf16(s)) to bf16.
+
+    FlashMLA rounds a scale before it multiplies (csrc/sm90/decode/sparse_fp8/splitkv_mla.cuh);
+    `gather_kv_fp8` keeps it in fp32. V3.2's rows differ by up to 3 * 2^-8 of a value, and a whole
+    group by one factor, which moves scores. V4's scales are powers of two: the two ways agree.
+
+    Args:
+        cache: pages in `layout`; slots: integers of any shape, negative reads zeros.
+
+    Returns:
+        [*slots.shape, width] bf16; plain PyTorch on any device, no bits depend on it.
+    """
+    flat = slots.reshape(-1)
+    out = torch.zeros((flat.numel(), layout.width), dtype=torch.bfloat16, device=cache.device)
+    known = flat >= 0
+    values, scale, rope = read_slots_ref(cache, flat[known].long(), layout)
+    rounded = scale.to(torch.bfloat16).float()
+    out[known] = torch.cat([dequantize_kv_ref(values, rounded, layout), rope], dim=1)
+    return out.view(*slots.shape, layout.width)
 
 
 def _sparse_attention_fp8(
@@ -48,7 +65,7 @@ def _sparse_attention_fp8(
     layout = _LAYOUTS[q.shape[2]]
     parts = [(cache, slots)] + ([] if extra_cache is None else [(extra_cache, extra_slots)])
     padded = [(pages, padded_indices(columns, ENTRY_TILE)) for pages, columns in parts]
-    rows = torch.cat([_read(pages, columns, layout) for pages, columns in padded], dim=1)
+    rows = torch.cat([read_slots_fp8(pages, columns, layout) for pages, columns in padded], dim=1)
     indices = workspace_indices(torch.cat([columns for _, columns in padded], dim=1))
     entries = rows.view(-1, layout.width)
     return sparse_attention_ref(q, entries, indices, sinks, scale, _VALUE_WIDTH)
@@ -100,8 +117,9 @@ def sparse_attention_fp8(
     """`sparse_attention` over entries of FP8 caches, named by physical slots; d_v is 512.
 
     One read path for prefill, decode and training, as gather and `sparse_attention` are, but
-    without a workspace. The two paths are two programs: one contract takes one of them. The columns
-    of `slots`, padded to whole tiles of 64, come before those of `extra`.
+    without a workspace. The two paths are two ops, with a spec each: one contract takes one of
+    them. They differ in how a V3.2 entry is read (`read_slots_fp8`). The columns of `slots`, padded
+    to whole tiles of 64, come before those of `extra`.
 
     Source: FlashMLA's sparse FP8 decode (vLLM `flash_mla_with_kvcache`), with a schedule of ours.
 

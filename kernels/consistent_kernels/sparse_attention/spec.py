@@ -24,6 +24,18 @@ SPEC = OpSpec(
     },
 )
 
+FP8_SPEC = OpSpec(
+    op="sparse_attention_fp8",
+    version=1,
+    fields=dict(SPEC.fields)
+    | {
+        "order": "the slots of the first cache, padded to whole tiles, then those of the second",
+        "read": "round(q * round_bf16(s)) to bf16, one rounding; the bf16 part as it is",
+    },
+)
+"""Of reading FP8 pages directly. The way through a workspace (`kv_cache_fp8`) keeps s in fp32:
+V3.2's scales are rounded here and not there; V4's are powers of two, and the two ways agree."""
+
 FLASH_MLA_HEADS = (64, 128)
 """Query heads that FlashMLA's kernels take; fewer are padded with zero heads."""
 

@@ -11,6 +11,7 @@ from block_cases import BLOCKS, BlockCase
 from consistent_kernels.blocks import block_contract
 from consistent_kernels.contract import check_same, differences
 from consistent_kernels.errors import ContractMismatchError, UnsupportedError
+from consistent_kernels.resolve import contract_specs
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -19,8 +20,11 @@ def test_block_contract_is_the_same_on_both_sides(name: str) -> None:
     ours = block_contract(case.params, case.programs, "cpu")
     theirs = pickle.loads(pickle.dumps(block_contract(case.params, case.programs, "cpu")))
     check_same(ours, theirs, ours_is="engine", theirs_is="trainer")
-    assert ours.implementation("sparse_attention") == "reference"
+    read = "sparse_attention_fp8" if name.endswith("-fp8") else "sparse_attention"
+    assert ours.implementation(read) == "reference"
     assert set(ours.specs) == set(ours.programs)
+    frozen = contract_specs(ours.name)
+    assert all(frozen[op] == spec for op, spec in ours.specs.items())
 
 
 def test_control_another_read_path_is_another_contract() -> None:
@@ -28,9 +32,12 @@ def test_control_another_read_path_is_another_contract() -> None:
     ours = block_contract(case.params, case.programs, "cpu")
     programs = dataclasses.replace(case.programs, read="fp8")
     theirs = block_contract(case.params, programs, "cpu")
-    with pytest.raises(ContractMismatchError, match=r"programs\.sparse_attention"):
+    with pytest.raises(ContractMismatchError, match=r"specs\.sparse_attention_fp8"):
         check_same(ours, theirs, ours_is="engine", theirs_is="trainer")
-    assert all(line.startswith("programs.sparse_attention") for line in differences(ours, theirs))
+    assert all(
+        line.startswith(("specs.sparse_attention", "programs.sparse_attention"))
+        for line in differences(ours, theirs)
+    )
 
 
 def test_control_another_number_is_another_contract() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.deep_gemm_start import Shape
 from consistent_kernels.token_logprobs.spec import BACKWARD_ROWS, STREAM_ROWS
 from train_bridge.modules import LinearForward, LMHeadForward
+from train_bridge.moe import ExpertsForward, TopKRouterForward
 from train_bridge.state import BridgeState
 
 _FEWEST_ROWS = 1024
 
 
 def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> None:
-    """Compile and probe DeepGEMM for every (N, K) of the model, once for each size of batch.
+    """Compile and probe DeepGEMM for every weight shape of the model, once a size of batch.
 
     Args:
         model: bridged, the language model.
@@ -23,12 +25,23 @@ def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> 
         NumericsError: a row's bits follow the number of rows on this machine.
         MissingBinaryError: a kernel does not compile.
     """
-    if state.impl("linear") != "deep_gemm" or tokens <= state.prepared_rows:
+    impls = {state.impl(op) for op in ("linear", "experts") if op in state.contract.programs}
+    if "deep_gemm" not in impls or tokens <= state.prepared_rows:
         return
-    from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS, GemmShape, prepare
+    from consistent_kernels.deep_gemm_start import prepare
 
     # Powers of two, so that growing batches prepare a few times and not at every step.
     rows = max(_FEWEST_ROWS, 1 << (tokens - 1).bit_length())
+    shapes = _grouped_shapes(model, state, rows) | _dense_shapes(model, state, rows)
+    prepare(shapes, torch.device("cuda", torch.cuda.current_device()))
+    state.prepared_rows = rows
+
+
+def _dense_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> set[Shape]:
+    if state.impl("linear") != "deep_gemm":
+        return set()
+    from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS, GemmShape, served_shapes
+
     probed = min(rows, LARGEST_ROWS)
     shapes = set()
     for module in model.modules():
@@ -37,7 +50,20 @@ def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> 
             impl = state.impl("token_logprobs")
             head_rows = min(probed, max(STREAM_ROWS[impl], BACKWARD_ROWS[impl]))
             shapes.add(GemmShape(columns, inner, head_rows, out_fp32=True))
+        elif isinstance(module, TopKRouterForward):
+            shapes.add(GemmShape(*module.weight.shape, probed, out_fp32=True))
         elif isinstance(module, LinearForward) and module.bias is None:
             shapes.add(GemmShape(*module.weight.shape, probed))
-    prepare(shapes, torch.device("cuda", torch.cuda.current_device()))
-    state.prepared_rows = rows
+    return served_shapes(shapes)
+
+
+def _grouped_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> set[Shape]:
+    experts = [module for module in model.modules() if isinstance(module, ExpertsForward)]
+    if not experts or state.impl("experts") != "deep_gemm":
+        return set()
+    from consistent_kernels.experts.deep_gemm_start import layer_shapes
+
+    shapes: set[Shape] = set()
+    for module in experts:
+        shapes.update(layer_shapes(*module.down_proj.shape, rows * state.router.top_k))
+    return shapes

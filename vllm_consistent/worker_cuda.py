@@ -7,7 +7,7 @@ import logging
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from consistent_kernels.linear import deep_gemm_start
+from consistent_kernels import deep_gemm_start
 from vllm_consistent.contracts import attached
 from vllm_consistent.layers.gemm_shapes import gemm_shapes
 from vllm_consistent.worker import ConsistentWorkerMixin
@@ -37,10 +37,10 @@ class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
         self.model_runner.adopt()
 
     def _prepare_kernels(self, model: torch.nn.Module) -> None:
-        if attached(self.vllm_config).implementation("linear") != "deep_gemm":
-            return
         scheduler = self.vllm_config.scheduler_config
         shapes = gemm_shapes(model, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        if not shapes:
+            return
         seconds = deep_gemm_start.prepare(shapes, self.device)
         # Compilers and probes leave memory in PyTorch's cache, which vLLM would count as in use.
         torch.cuda.empty_cache()

@@ -21,9 +21,9 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(8, 2, 64, 48),
+    "tiny": Shape(8, 2, 64, 64),
     "ragged": Shape(5, 3, 72, 40),
-    "qwen3-like": Shape(16, 4, 192, 96),
+    "qwen3-like": Shape(16, 4, 192, 128),
 }
 
 

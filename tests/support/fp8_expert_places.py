@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.fp8_experts.deep_gemm_places import Places
+from consistent_kernels.experts.deep_gemm_places import Places
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization import quantize_weight
 from consistent_kernels.testing import hazard_activations

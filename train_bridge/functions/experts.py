@@ -13,7 +13,8 @@ class ExpertsFunction(torch.autograd.Function):
     """y = experts(x, w13, w2, ids, weights, shared).
 
     Gradients: x and shared in their dtype, w13 and w2 in the masters', weights in fp32. `prepared`
-    are `prepare_expert_weight` of the same weight version; they carry no gradient.
+    are `prepare_expert_weight` of the same weight version; they carry no gradient. Ids of a token
+    are distinct.
     """
 
     @staticmethod
@@ -32,7 +33,8 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.save_for_backward(x, *prepared, ids, weights)
         ctx.limit, ctx.impl = limit, impl
         ctx.master_dtypes = (w13.dtype, w2.dtype)
-        return experts(x, *prepared, ids, weights, shared, limit=limit, impl=impl)
+        # A router chooses no expert twice, so any layout will do.
+        return experts(x, *prepared, ids, weights, shared, limit=limit, layout="fastest", impl=impl)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -111,8 +111,16 @@ class ConsistentMoERunner(MoERunner):
         layer = self.routed_experts
         method = layer.quant_method
         w13, w2 = method.weights(layer)
+        # A router chooses no expert twice, so any layout will do.
         return experts(
-            hidden_states, w13, w2, ids, weights, limit=layer.swiglu_limit, impl=method.impl
+            hidden_states,
+            w13,
+            w2,
+            ids,
+            weights,
+            limit=layer.swiglu_limit,
+            layout="fastest",
+            impl=method.impl,
         )
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS, GemmShape
+from consistent_kernels.deep_gemm_start import LARGEST_ROWS, Shape
+from consistent_kernels.experts.deep_gemm_start import layer_shapes
+from consistent_kernels.linear.deep_gemm_start import GemmShape, served_shapes
 from vllm_consistent.layers.embedding import ConsistentHeadMethod
+from vllm_consistent.layers.fused_moe import ConsistentRoutedExperts
 from vllm_consistent.layers.linear import ConsistentLinearMethod
+from vllm_consistent.layers.router import ConsistentGateMethod
 from vllm_consistent.runner.scoring import PROMPT_ROWS
 
+DEEP_GEMM = "deep_gemm"
 
-def gemm_shapes(model: torch.nn.Module, max_tokens: int, max_requests: int) -> set[GemmShape]:
-    """Return each (N, K) of the model's linear layers and of its head.
+
+def gemm_shapes(model: torch.nn.Module, max_tokens: int, max_requests: int) -> set[Shape]:
+    """Return each shape that DeepGEMM serves: of linear layers, gates, the head, and experts.
 
     Args:
         model: after loading.
@@ -20,14 +26,26 @@ def gemm_shapes(model: torch.nn.Module, max_tokens: int, max_requests: int) -> s
     """
     rows = min(max_tokens, LARGEST_ROWS)
     head_rows = min(max(max_requests, PROMPT_ROWS), LARGEST_ROWS)
-    shapes = set()
+    dense: set[GemmShape] = set()
+    grouped: set[Shape] = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
+        if getattr(method, "impl", None) != DEEP_GEMM:
+            continue
         if isinstance(method, ConsistentLinearMethod) and module.bias is None:
             columns, inner = module.weight.shape
-            shapes.update(GemmShape(part, inner, rows) for part in method.parts or (columns,))
+            fp32 = isinstance(method, ConsistentGateMethod)
+            dense.update(GemmShape(part, inner, rows, fp32) for part in method.parts or (columns,))
         elif isinstance(method, ConsistentHeadMethod):
             # With tied embeddings the embedding is the head; else it costs one shape too many.
             inner = module.weight.shape[1]
-            shapes.add(GemmShape(module.org_vocab_size, inner, head_rows, out_fp32=True))
-    return shapes
+            dense.add(GemmShape(module.org_vocab_size, inner, head_rows, out_fp32=True))
+        elif isinstance(module, ConsistentRoutedExperts):
+            grouped.update(layer_shapes(*_sizes(module), max_tokens * module.top_k))
+    return served_shapes(dense) | grouped
+
+
+def _sizes(layer: ConsistentRoutedExperts) -> tuple[int, int, int]:
+    """E, H and I."""
+    experts, hidden, width = layer.w2_weight.shape
+    return experts, hidden, width

@@ -9,7 +9,9 @@ import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
+from consistent_kernels.deep_gemm_start import prepare
 from consistent_kernels.experts import experts, prepare_expert_weight
+from consistent_kernels.experts.deep_gemm_start import layer_shapes
 from consistent_kernels.experts.spec import IMPLEMENTATIONS
 
 OP = "experts"
@@ -22,6 +24,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Routed rows to their weighted sum: layout, both GEMMs, activation, combination."""
     num_experts, top_k, hidden, width = _SMALL if setting.small else _SHAPE
     rows = max(setting.rows())
+    if setting.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        prepare(layer_shapes(num_experts, hidden, width, rows * top_k), device)
     x = setting.hazards(rows, hidden, seed=1)
     w13 = setting.normal(num_experts, 2 * width, hidden, seed=2, scale=0.02)
     w2 = setting.normal(num_experts, hidden, width, seed=3, scale=0.02)
@@ -51,7 +56,7 @@ def _ours(
     impl: str,
     rows: slice,
 ) -> torch.Tensor:
-    return experts(x[rows], w13, w2, ids[rows], weights[rows], impl=impl)
+    return experts(x[rows], w13, w2, ids[rows], weights[rows], layout="fastest", impl=impl)
 
 
 def _stock(

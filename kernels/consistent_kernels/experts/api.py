@@ -34,6 +34,10 @@ def _expert_outputs(
     _check_ids(ids, w13.shape[0])
     if impl in LINEAR:
         return expert_outputs_ref(x, w13, w2, ids, limit, layout, LINEAR[impl])
+    if impl == "deep_gemm":
+        from consistent_kernels.experts.deep_gemm import expert_outputs_deep_gemm
+
+        return expert_outputs_deep_gemm(x, w13, w2, ids, limit, layout)
     from consistent_kernels.experts.triton import expert_outputs_fwd
 
     return expert_outputs_fwd(x, w13, w2, ids, limit, layout)
@@ -101,8 +105,8 @@ def prepare_expert_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str
     Args:
         master: [E, N, K], fp32 or the model dtype.
         dtype: the model dtype, e.g. bf16; the cast rounds to nearest even.
-        impl: "reference" returns fp32 holding the rounded values, "onednn" and "triton" `dtype`
-            (the master itself, where it already is contiguous `dtype`).
+        impl: "reference" returns fp32 holding the rounded values, the others `dtype` (the master
+            itself, where it already is contiguous `dtype`).
 
     Returns:
         [E, N, K] contiguous. It does not follow later changes of `master`.
@@ -174,9 +178,10 @@ def expert_outputs(
         w2: [E, H, I], from `prepare_expert_weight`.
         topk_ids: [T, K] int32 or int64; -1 sends a slot nowhere.
         limit: DeepSeek-V4's swiglu_limit: gate <= limit, |up| <= limit before the product.
-        layout: how rows are laid out for the GEMMs, "contiguous" or "masked" (ids of a row must be
-            distinct then); the bits are the same.
-        impl: "reference" (any device), "onednn" (CPUs with bf16 instructions), "triton" (CUDA).
+        layout: how rows are laid out for the GEMMs, "contiguous", "masked" or "fastest" (with the
+            last two the ids of a row must be distinct, as a router's are); the bits are the same.
+        impl: "reference" (any device), "onednn" (CPUs with bf16 instructions), "triton" (CUDA) or
+            "deep_gemm" (CUDA, sm_90 and sm_100, x bf16; needs vLLM's CUDA wheel).
 
     Returns:
         [T, K, H]; slots that go nowhere are unspecified, and `combine` does not read them.
@@ -188,7 +193,7 @@ def expert_outputs(
     Raises:
         InvalidInputError: shape, dtype or device; an id out of range (checked on CPU: on CUDA
             the check would wait for the device, and such a slot is unspecified).
-        UnsupportedError: unknown impl or layout.
+        UnsupportedError: unknown impl or layout, or an impl that cannot run here.
     """
     op = "experts"
     _validate_weights(op, x, w13, w2, impl)

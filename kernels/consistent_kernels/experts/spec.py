@@ -61,32 +61,45 @@ SORT_BLOCKS = ((8192, 1024, 4), (0, 4096, 8))
 COMBINE_BLOCK = 1024
 NUM_WARPS = 4
 
-LAYOUTS = ("contiguous", "masked")
-"""Rows sorted by expert without gaps, or [E, capacity] with the first rows of each in use."""
+LAYOUTS = ("contiguous", "masked", "fastest")
+"""Rows sorted by expert, or [E, capacity] with the first rows of each in use; or whichever of the
+two the implementation prefers for so many rows (no bit shows which)."""
 
 _FILES = {
     "reference": ("reference.py",),
     "onednn": ("reference.py",),
     "triton": ("triton.py", "triton_layout.py"),
+    "deep_gemm": (
+        "deep_gemm.py",
+        "deep_gemm_places.py",
+        "deep_gemm_rows.py",
+        "triton.py",
+        "triton_layout.py",
+    ),
 }
 IMPLEMENTATIONS = tuple(_FILES)
 
 
 def choose(device_type: str, arch: str | None = None, facts: object = None) -> str:
-    """Return the implementation for a device; on CPU it is that of `linear`.
+    """Return the implementation for a device: that of `linear`.
 
     Args:
         device_type: "cpu" or "cuda".
-        arch, facts: not read; one program serves every architecture and shape.
+        arch: for "cuda", e.g. "sm_90".
+        facts: not read; every model shape is served.
     """
     from consistent_kernels.linear.spec import choose as choose_linear
 
-    return "triton" if device_type == "cuda" else choose_linear(device_type)
+    return choose_linear(device_type, arch)
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference", "onednn" or "triton")."""
-    shared = ("alignment.py",) if impl == "triton" else ()
+    """Return the program of `impl`, one of IMPLEMENTATIONS.
+
+    Raises:
+        MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is not installed.
+    """
+    shared = ("alignment.py",) if impl in ("triton", "deep_gemm") else ()
     source = source_sha256("experts", "spec.py", *_FILES[impl], shared=shared)
     return Program(impl, source, _schedule(impl))
 
@@ -97,4 +110,10 @@ def _schedule(impl: str) -> dict[str, Scalar]:
     # Imported here: the CPU programs are calls of `linear`'s, expert by expert.
     from consistent_kernels.linear import spec as linear
 
+    if impl == "deep_gemm":
+        # Layers of a size that the library does not take run the Triton kernel.
+        own = {f"triton.{key}": value for key, value in dataclasses.asdict(BASE_TILE).items()}
+        binaries = ("library_sha256", "headers_sha256", "compiler")
+        theirs = linear.program(impl).schedule
+        return own | {"contraction": False} | {name: theirs[name] for name in binaries}
     return {"gemm": "linear, expert by expert", "linear": linear.program(impl).source_sha256}

@@ -11,11 +11,11 @@ import torch
 
 from consistent_kernels.alignment import aligned
 from consistent_kernels.errors import NumericsError, UnsupportedError
-from consistent_kernels.fp8_experts.deep_gemm_places import Places, expert_places
+from consistent_kernels.experts.deep_gemm_places import Places, expert_places
+from consistent_kernels.experts.deep_gemm_rows import from_places
 from consistent_kernels.fp8_experts.deep_gemm_rows import (
     Quantized,
     activate_and_quantize,
-    from_places,
     to_places,
 )
 from consistent_kernels.fp8_linear.deep_gemm import check_supported

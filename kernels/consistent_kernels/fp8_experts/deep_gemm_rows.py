@@ -1,4 +1,4 @@
-"""Rows on their way to and from the places of DeepGEMM's grouped GEMMs, in Triton.
+"""Quantized rows on their way to the places of DeepGEMM's grouped GEMMs, in Triton.
 
 What moves rows copies bits; what activates and quantizes them does it as `silu_and_mul` and
 `quantize_rows` do. Only rows that exist are touched, whatever the number of places.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from consistent_kernels.fp8_experts.deep_gemm_places import Places
+from consistent_kernels.experts.deep_gemm_places import Places
 from consistent_kernels.quantization.spec import GROUP
 from consistent_kernels.quantization.triton import (
     group_scale,
@@ -24,7 +24,6 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 """(values [places, K] float8_e4m3fn, column-major scale [places, G] or [E, capacity, G] fp32)."""
 
 _GROUPS = 16
-_COLUMNS = 1024
 _NUM_WARPS = 4
 
 
@@ -99,21 +98,6 @@ def _activate_and_quantize_kernel(
     tl.store(q_ptr + place * WIDTH + columns, to_fp8(scaled, finite[:, None]), mask=inside)
     s_at = s_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
     tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)
-
-
-@triton.jit
-def _from_places_kernel(
-    x_ptr,  # [places, H]
-    place_ptr,  # [T * slots]
-    y_ptr,  # [T * slots, H]
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_ptr + row).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + place * H + columns, mask=(columns < H) & (place >= 0), other=0.0)
-    tl.store(y_ptr + row * H + columns, x, mask=columns < H)
 
 
 def empty_places(places: Places, columns: int) -> Quantized:
@@ -193,13 +177,3 @@ def activate_and_quantize(
         enable_fp_fusion=False,
     )
     return out
-
-
-def from_places(x: torch.Tensor, places: Places) -> torch.Tensor:
-    """Copy [places, H] back to the rows [T * slots, H]; rows that went nowhere are zero."""
-    rows, columns = places.place.numel(), x.shape[1]
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    _from_places_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-        x, places.place, y, H=columns, BLOCK=_COLUMNS, num_warps=_NUM_WARPS
-    )
-    return y

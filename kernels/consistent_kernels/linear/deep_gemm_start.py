@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 
 from consistent_kernels import deep_gemm_start
-from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, probed_rows
+from consistent_kernels.deep_gemm_start import LARGEST_ROWS, Shape, check_rows, probed_rows
 from consistent_kernels.linear.deep_gemm import gemm, is_served
 
-__all__ = ["LARGEST_ROWS", "GemmShape", "check_rows", "prepare"]
+__all__ = ["LARGEST_ROWS", "GemmShape", "check_rows", "prepare", "served_shapes"]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -61,7 +61,11 @@ class GemmShape:
         return y
 
 
+def served_shapes(shapes: Iterable[GemmShape]) -> set[Shape]:
+    """Return the shapes that DeepGEMM serves; the Triton kernel serves the others."""
+    return {s for s in shapes if is_served(s.columns, s.inner, False, s.out_dtype)}
+
+
 def prepare(shapes: Iterable[GemmShape], device: torch.device, processes: int = 12) -> float:
-    """`deep_gemm_start.prepare`; shapes that the Triton kernel serves are skipped."""
-    served = {s for s in shapes if is_served(s.columns, s.inner, False, s.out_dtype)}
-    return deep_gemm_start.prepare(served, device, processes)
+    """`deep_gemm_start.prepare` of `served_shapes`."""
+    return deep_gemm_start.prepare(served_shapes(shapes), device, processes)

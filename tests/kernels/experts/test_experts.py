@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_cases import SHAPES, Shape, masters, prepared, routing, tokens
+from implementations import DEEP_GEMM_CUDA, TRITON_CUDA
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.experts import (
@@ -13,6 +14,7 @@ from consistent_kernels.experts import (
     experts,
     prepare_expert_weight,
 )
+from consistent_kernels.experts.spec import LAYOUTS
 from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.silu_and_mul import silu_and_mul
 from consistent_kernels.testing import (
@@ -29,7 +31,7 @@ TINY, QWEN3 = SHAPES["tiny"], SHAPES["qwen3-like"]
 
 def elementwise(impl: str) -> str:
     """The implementation of the ops that have no oneDNN program."""
-    return "triton" if impl == "triton" else "reference"
+    return "triton" if impl in ("triton", "deep_gemm") else "reference"
 
 
 def row_by_row(
@@ -111,7 +113,7 @@ def exact_experts(
     return exact, bound * (1 + u) + exact.abs() * u + shared.double().abs() * 4 * tiny
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_experts_is_batch_invariant(impl_device: tuple[str, str], name: str, layout: str) -> None:
     impl, device = impl_device
@@ -347,18 +349,18 @@ def test_experts_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
     assert_bitwise_equal(compiled(x), layer(x))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("impl_device", [TRITON_CUDA, DEEP_GEMM_CUDA], indirect=True)
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
-def test_experts_graph_replay_equals_eager(layout: str) -> None:
+def test_experts_graph_replay_equals_eager(impl_device: tuple[str, str], layout: str) -> None:
     """One graph of 64 rows; the rows that a batch leaves unused are poisoned and go nowhere."""
-    w13, w2 = prepared(QWEN3, "triton", "cuda")
+    impl, _ = impl_device
+    w13, w2 = prepared(QWEN3, impl, "cuda")
     static_x = torch.zeros((64, QWEN3.hidden), dtype=torch.bfloat16, device="cuda")
     static_ids = torch.full((64, QWEN3.slots), -1, dtype=torch.int32, device="cuda")
     static_weights = torch.zeros((64, QWEN3.slots), device="cuda")
 
     def layer() -> torch.Tensor:
-        return experts(static_x, w13, w2, static_ids, static_weights, layout=layout, impl="triton")
+        return experts(static_x, w13, w2, static_ids, static_weights, layout=layout, impl=impl)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -371,7 +373,7 @@ def test_experts_graph_replay_equals_eager(layout: str) -> None:
         static_ids.fill_(-1)
         static_x[:rows], static_ids[:rows], static_weights[:rows] = x, ids, weights
         graph.replay()
-        eager = experts(x, w13, w2, ids, weights, layout=layout, impl="triton")
+        eager = experts(x, w13, w2, ids, weights, layout=layout, impl=impl)
         assert_bitwise_equal(captured[:rows], eager, f"{rows} rows")
 
 
@@ -401,9 +403,9 @@ def test_experts_reject_bad_inputs() -> None:
 
     with pytest.raises(InvalidInputError, match=r"experts: x must be 2-D .*, got 3-D"):
         call(x=x[None])
-    with pytest.raises(InvalidInputError, match=r"w13 must be \[E, 2 I, 64\], got \(8, 96, 63\)"):
+    with pytest.raises(InvalidInputError, match=r"w13 must be \[E, 2 I, 64\], got \(8, 128, 63\)"):
         call(w13=w13[:, :, :63])
-    with pytest.raises(InvalidInputError, match=r"w2 must be \[8, H, 48\], got \(7, 64, 48\)"):
+    with pytest.raises(InvalidInputError, match=r"w2 must be \[8, H, 64\], got \(7, 64, 64\)"):
         call(w2=w2[:7])
     with pytest.raises(InvalidInputError, match="Pass it through prepare_expert_weight"):
         call(w13=w13.bfloat16())

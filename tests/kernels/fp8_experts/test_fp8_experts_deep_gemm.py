@@ -26,7 +26,7 @@ import interpreted_fp8
 import torch
 from fp8_expert_places import EXPERTS, SLOTS, operands, stand_in_gemm
 from consistent_kernels.fp8_experts import deep_gemm
-from consistent_kernels.fp8_experts.deep_gemm_places import expert_places
+from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization.triton import quantize_rows_fwd
 from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
@@ -109,7 +109,9 @@ def test_experts_between_aligned_places_equal_rows_alone() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
-    from consistent_kernels.fp8_experts import deep_gemm_places, deep_gemm_rows
+    from consistent_kernels.experts import deep_gemm_places
+    from consistent_kernels.experts.deep_gemm_rows import _from_places_kernel
+    from consistent_kernels.fp8_experts import deep_gemm_rows
 
     groups = {"GROUPS": 4, "BLOCK": 4, "GROUP": 128}
     cubins = [
@@ -150,7 +152,7 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
             enable_fp_fusion=False,
         ),
         cross_compile(
-            deep_gemm_rows._from_places_kernel,
+            _from_places_kernel,
             arch=arch,
             signature={"x_ptr": "*bf16", "place_ptr": "*i32", "y_ptr": "*bf16"},
             constexprs={"H": 512, "BLOCK": 1024},

@@ -11,6 +11,11 @@ import triton.language as tl
 PLACE_ALIGNMENT = 128
 """Experts start at multiples of this many places: a tile of DeepGEMM holds one expert only."""
 
+PLACE_STEPS = (512, 2048)
+"""Contiguous places are rounded up to a multiple of the first, from the second on to one of the
+second: DeepGEMM's kernel follows their number, and every number compiled in the middle of a run
+costs seconds."""
+
 _SORT_BLOCK = 1024
 _NUM_WARPS = 4
 
@@ -87,6 +92,15 @@ class Places:
     capacity: int | None
 
 
+def contiguous_places(rows: int, num_experts: int) -> int:
+    """Return how many places `rows` rows need, however they fall among the experts."""
+    # n experts with rows need at most (rows - n) / 128 blocks besides the n they begin.
+    filled = min(rows, num_experts)
+    places = ((rows - filled) // PLACE_ALIGNMENT + filled) * PLACE_ALIGNMENT
+    step = PLACE_STEPS[places > PLACE_STEPS[1]]
+    return triton.cdiv(places, step) * step
+
+
 def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Places:
     """Place the (token, slot) rows of `ids` by expert, without waiting for the device.
 
@@ -94,7 +108,7 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
         ids: [T, K] int32 contiguous; others than 0 to num_experts - 1 have no place.
         num_experts: E.
         masked: [E, capacity] places, a capacity of T rounded up (ids of a token are distinct);
-            else one expert after the other, each from a multiple of 128.
+            else one expert after the other, each from a multiple of 128, their number rounded up.
     """
     tokens, slots = ids.shape
     rows = tokens * slots
@@ -102,8 +116,7 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
     if capacity is not None:
         places = num_experts * capacity
     else:
-        most = rows + min(rows, num_experts) * (PLACE_ALIGNMENT - 1)
-        places = triton.cdiv(most, PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+        places = contiguous_places(rows, num_experts)
     place = torch.empty(rows, dtype=torch.int32, device=ids.device)
     expert = torch.empty(places, dtype=torch.int32, device=ids.device)
     count = torch.empty(num_experts, dtype=torch.int32, device=ids.device)

@@ -1,0 +1,72 @@
+"""The grouped BF16 GEMM shapes of a model, for `consistent_kernels.deep_gemm_start.prepare`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+
+from consistent_kernels.deep_gemm_start import LARGEST_ROWS
+from consistent_kernels.experts.deep_gemm import grouped_gemm, is_masked, is_served
+from consistent_kernels.experts.deep_gemm_places import expert_places
+from consistent_kernels.experts.deep_gemm_rows import from_places, to_places
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class GroupedGemmShape:
+    """Stacked weights [E, N, K].
+
+    Attributes:
+        experts, columns, inner: E, N, K.
+        max_rows: the most rows to probe, one slot each; above MASKED_TOKENS the contiguous layout
+            is probed against the masked one, too.
+    """
+
+    experts: int
+    columns: int
+    inner: int
+    max_rows: int
+
+    def operands(
+        self, rows: int, device: torch.device, *, blank: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Return x [rows, K], weight [E, N, K], ids [rows, 1]; uninitialized where `blank`."""
+        index = torch.arange(rows, dtype=torch.int32, device=device)
+        # Every other row goes to the first quarter of the experts: counts are uneven.
+        spread = index * 7 % self.experts
+        ids = torch.where(index % 2 == 0, spread, spread // 4)[:, None]
+        weight = torch.empty(
+            (self.experts, self.columns, self.inner), dtype=torch.bfloat16, device=device
+        )
+        if blank:
+            return weight.new_empty((rows, self.inner)), weight, ids
+        # Magnitudes over several powers of two: additions of equal ones would often be exact.
+        generator = torch.Generator(device).manual_seed(self.columns * 131 + self.inner)
+        x = torch.randn((rows, self.inner), device=device, generator=generator)
+        x *= torch.exp2(index[:, None] % 7 - 3)
+        weight.normal_(0, 0.05, generator=generator)
+        return x.bfloat16(), weight, ids
+
+    def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:
+        """Return the result [rows, N] for these rows, in the layout that is served for so many."""
+        x, weight, ids = operands
+        mine = ids[rows].contiguous()
+        places = expert_places(mine, self.experts, masked=is_masked("fastest", mine.shape[0]))
+        return from_places(grouped_gemm(to_places(x[rows], places, 1), weight, places), places)
+
+
+def layer_shapes(experts: int, hidden: int, width: int, rows: int) -> Iterable[GroupedGemmShape]:
+    """Return the two shapes of a layer; none where the Triton kernel serves it.
+
+    Args:
+        experts, hidden, width: E, H and I.
+        rows: tokens of a step times experts of a token, at most.
+    """
+    if not is_served(hidden, width):
+        return ()
+    most = min(rows, LARGEST_ROWS)
+    return (
+        GroupedGemmShape(experts, 2 * width, hidden, most),
+        GroupedGemmShape(experts, hidden, width, most),
+    )

@@ -77,7 +77,7 @@ class ExpertParallelFunction(torch.autograd.Function):
             w13,
             w2,
             local,
-            torch.ones(local.shape, device=local.device),
+            torch.ones(local.shape, dtype=torch.float32, device=local.device),
             limit=ctx.limit,
             needs=(True, True, True, False),
             grad_x_dtype=torch.float32,

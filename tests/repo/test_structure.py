@@ -123,6 +123,43 @@ def test_cold_import_stays_light(module: str, heavy: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+FLOAT_FACTORIES = {"empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"}
+
+
+def tensors_of_the_default_dtype(path: Path) -> list[int]:
+    """Return the lines of `path` that create a float tensor without naming its dtype."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if not is_torch or node.func.attr not in FLOAT_FACTORIES:
+            continue
+        of_integers = node.func.attr == "full" and ast.unparse(node.args[1]) == "-1"
+        if not of_integers and all(keyword.arg != "dtype" for keyword in node.keywords):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_every_float_tensor_names_its_dtype() -> None:
+    # Callers and vLLM change torch's default dtype; no bit may follow it.
+    inputs_of_tests = PACKAGES["consistent_kernels"] / "testing"
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for root in PACKAGES.values()
+        for path in python_files(root)
+        if not path.is_relative_to(inputs_of_tests)
+        and (lines := tensors_of_the_default_dtype(path))
+    }
+    assert found == {}
+
+
+def test_control_a_tensor_of_the_default_dtype_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("x = torch.zeros(3, device=d)\ny = torch.full((2,), -1)\nz = x.new_zeros(3)\n")
+    assert tensors_of_the_default_dtype(path) == [1]
+
+
 def documents() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 

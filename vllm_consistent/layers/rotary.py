@@ -34,7 +34,7 @@ class _RotaryMixin:
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
         # The stock table would be rounded to the model dtype; the op computes its own.
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None

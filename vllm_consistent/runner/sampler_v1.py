@@ -39,7 +39,7 @@ class ConsistentSampler(Sampler):
         if top is not None:
             temperature = sampling_metadata.temperature
             if temperature is None:
-                temperature = torch.ones(len(sampled), device=logits.device)
+                temperature = torch.ones(len(sampled), dtype=torch.float32, device=logits.device)
             tensors = LogprobsTensors(*score(logits, sampled, temperature, top, self.impl))
         return SamplerOutput(
             sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=tensors

@@ -49,7 +49,7 @@ def attention_varlen_bwd_flash(
         0.0,
         True,
         state,
-        torch.empty(0, device=q.device),
+        torch.empty(0, device=q.device, dtype=torch.float32),
         scale=params.scale,
         window_size_left=window,
         window_size_right=None if window is None else 0,

@@ -180,7 +180,7 @@ def _bias(
     hidden = key > query
     if window is not None:
         hidden |= key <= query - window
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    bias = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, float("-inf"))
     slot, _ = shape.slot_and_head()
     return bias.index_select(1, slot).view(-1, 1, shape.rows * KEY_TILE)
 

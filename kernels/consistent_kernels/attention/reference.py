@@ -86,9 +86,9 @@ class _Totals:
     """Merged splits of some query tiles: maximum, row sum, unnormalized output."""
 
     def __init__(self, tiles: int, acc: torch.Tensor) -> None:
-        self.m = torch.empty(tiles, *acc.shape[1:3])
+        self.m = torch.empty(tiles, *acc.shape[1:3], dtype=torch.float32)
         self.row_sum = torch.empty_like(self.m)
-        self.acc = torch.empty(tiles, *acc.shape[1:])
+        self.acc = torch.empty(tiles, *acc.shape[1:], dtype=torch.float32)
 
     def put(
         self, index: torch.Tensor, m: torch.Tensor, row_sum: torch.Tensor, acc: torch.Tensor
@@ -118,7 +118,7 @@ def _running_maximum(peak: torch.Tensor, group: TileGroup) -> tuple[torch.Tensor
     if len(active) == 1:
         return ()
     peaks = peak.split(active)
-    factor = torch.empty(peak.shape[0] - active[0], *peak.shape[1:])
+    factor = torch.empty(peak.shape[0] - active[0], *peak.shape[1:], dtype=torch.float32)
     factors = factor.split(active[1:])
     for step in range(1, len(active)):
         previous = peaks[step - 1]
@@ -228,7 +228,7 @@ def attention_ref(
         out, lse = _attend(q, k_rows, v_rows, plan.groups[0], params)
         return out.to(q.dtype).view(*shape, params.head_dim), lse.view(shape)
     out = torch.zeros(*shape, params.head_dim, dtype=q.dtype)
-    lse = torch.full(shape, float("-inf"))
+    lse = torch.full(shape, float("-inf"), dtype=torch.float32)
     for group in plan.groups:
         acc, sums = _attend(q, k_rows, v_rows, group, params)
         out.index_copy_(0, group.out_rows, acc.to(q.dtype).view(-1, *out.shape[1:]))

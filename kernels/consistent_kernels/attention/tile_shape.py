@@ -75,9 +75,9 @@ def rows_keep_bits(wide: TileShape, head_dim: int, threads: int) -> bool:
     """
     generator = torch.Generator().manual_seed(head_dim)
     batch = 2 * threads + 1
-    q = torch.randn(batch, wide.rows, head_dim, generator=generator)
-    k = torch.randn(batch, KEY_TILE, head_dim, generator=generator)
-    p = torch.rand(batch, wide.rows, KEY_TILE, generator=generator)
+    q = torch.randn(batch, wide.rows, head_dim, generator=generator, dtype=torch.float32)
+    k = torch.randn(batch, KEY_TILE, head_dim, generator=generator, dtype=torch.float32)
+    p = torch.rand(batch, wide.rows, KEY_TILE, generator=generator, dtype=torch.float32)
     for count in (2, batch):
         for a, b in ((q[:count], k[:count].transpose(1, 2)), (p[:count], k[:count])):
             whole = torch.bmm(a, b).view(torch.int32)

@@ -107,7 +107,7 @@ def combine_ref(
     y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
 ) -> torch.Tensor:
     """See `consistent_kernels.experts.api.combine`."""
-    total = torch.zeros(y.shape[0], y.shape[2], device=y.device)
+    total = torch.zeros(y.shape[0], y.shape[2], device=y.device, dtype=torch.float32)
     for slot in range(y.shape[1]):
         product = weights[:, slot, None] * y[:, slot].float()
         total += torch.where(ids[:, slot, None] >= 0, product, 0.0)

@@ -47,9 +47,13 @@ def fp8_experts_bwd_ref(
     dtype, wide = x.dtype, torch.bfloat16 if x.is_cuda else torch.float32
     rows, grad_rows = _seen(x, scale_format, wide)[token], grad[token].float()
     row_weights = weights.reshape(-1)[order].float()[:, None]
-    grad_x = torch.zeros((tokens * slots, x.shape[1]), device=x.device) if needs[0] else None
-    grad_w13 = torch.zeros(w13.shape, device=x.device) if needs[1] else None
-    grad_w2 = torch.zeros(w2.shape, device=x.device) if needs[2] else None
+    grad_x = (
+        torch.zeros((tokens * slots, x.shape[1]), device=x.device, dtype=torch.float32)
+        if needs[0]
+        else None
+    )
+    grad_w13 = torch.zeros(w13.shape, device=x.device, dtype=torch.float32) if needs[1] else None
+    grad_w2 = torch.zeros(w2.shape, device=x.device, dtype=torch.float32) if needs[2] else None
     grad_weights = torch.zeros_like(weights).reshape(-1) if needs[3] else None
     for expert, part in expert_slices(counts):
         gate_up_weight = dequantize_blocks_ref(w13[expert], w13_scale[expert]).to(wide)

@@ -105,7 +105,7 @@ def empty_places(places: Places, columns: int) -> Quantized:
     rows, device = places.expert.numel(), places.expert.device
     values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
     groups = triton.cdiv(columns, GROUP)
-    scale = torch.empty(rows * groups, device=device)
+    scale = torch.empty(rows * groups, device=device, dtype=torch.float32)
     if places.capacity is None:
         return values, scale.as_strided((rows, groups), (1, rows))
     capacity = places.capacity

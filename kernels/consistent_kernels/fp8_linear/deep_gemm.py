@@ -139,7 +139,7 @@ class Fp8GemmShape:
     def operands(self, rows: int, device: torch.device, *, blank: bool = False) -> Operands:
         """Return `probe_operands` of this shape, or uninitialized ones where `blank`."""
         if blank:
-            x_scale = torch.empty((rows, self.inner // BLOCK_K), device=device)
+            x_scale = torch.empty((rows, self.inner // BLOCK_K), device=device, dtype=torch.float32)
             blocks = (-(-self.columns // BLOCK_K), self.inner // BLOCK_K)
             x = torch.empty((rows, self.inner), dtype=torch.float8_e4m3fn, device=device)
             weight = x.new_empty((self.columns, self.inner))

@@ -36,7 +36,7 @@ def fp8_gemm_ref(
     """
     columns, inner = weight.shape
     column_scale = weight_scale.repeat_interleave(BLOCK_K, 0)[:columns]
-    total = torch.zeros((x.shape[0], columns), device=x.device)
+    total = torch.zeros((x.shape[0], columns), device=x.device, dtype=torch.float32)
     for block, start in enumerate(range(0, inner, BLOCK_K)):
         part = slice(start, start + BLOCK_K)
         product = _block_product(x[:, part].float(), weight[:, part].float().contiguous())

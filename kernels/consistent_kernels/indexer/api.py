@@ -73,7 +73,7 @@ def _scores_paged(
         if len(q) and int(context_lens.max()) > bound:
             given = int(context_lens.max())
             raise invalid("indexer_scores_paged", "context_lens", f"at most {bound}", given)
-        scores = torch.full((len(q), columns), float("-inf"), device=q.device)
+        scores = torch.full((len(q), columns), float("-inf"), device=q.device, dtype=torch.float32)
         for row, length in enumerate(context_lens.tolist()):
             place = torch.arange(length, device=q.device)[None]
             k, k_scale = gather_indexer_k(

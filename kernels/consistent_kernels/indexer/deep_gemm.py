@@ -110,7 +110,7 @@ def start(heads: int, device: torch.device) -> None:
     cache = torch.zeros((pages, PAGE_SIZE * 132), dtype=torch.uint8, device=device)
     padded = torch.zeros((pages * PAGE_SIZE, HEAD_DIM), dtype=torch.uint8, device=device)
     padded[:keys] = k.view(keys, HEAD_DIM)
-    padded_scale = torch.zeros(pages * PAGE_SIZE, device=device)
+    padded_scale = torch.zeros(pages * PAGE_SIZE, device=device, dtype=torch.float32)
     padded_scale[:keys] = scale
     cache[:, : PAGE_SIZE * HEAD_DIM] = padded.view(pages, -1)
     cache[:, PAGE_SIZE * HEAD_DIM :] = padded_scale.view(torch.uint8).view(pages, -1)

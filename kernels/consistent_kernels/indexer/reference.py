@@ -43,7 +43,7 @@ def indexer_scores_ref(
     Returns:
         [T, N] fp32, -inf outside [start, end).
     """
-    scores = torch.full((len(q), len(k)), float("-inf"), device=q.device)
+    scores = torch.full((len(q), len(k)), float("-inf"), device=q.device, dtype=torch.float32)
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if end > start:
             scores[row, start:end] = row_scores_ref(

@@ -26,8 +26,8 @@ def probe_inputs(
     error of its additions alone: their order shows even after a rounding to bf16.
     """
     half = inner // 2
-    x = torch.zeros((rows, inner))
-    weight = torch.zeros((columns, inner))
+    x = torch.zeros((rows, inner), dtype=torch.float32)
+    weight = torch.zeros((columns, inner), dtype=torch.float32)
     x[:, :half] = _numbers(rows, half, 1)
     weight[:, :half] = _numbers(columns, half, 2)
     x[:, half : 2 * half] = x[:, :half].flip(1)
@@ -40,7 +40,7 @@ def _numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
     index = torch.arange(rows * columns, dtype=torch.int64).view(rows, columns)
     bits = ((index + salt * 7919) * 2654435761) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 15)) * 2246822519) & 0xFFFFFFFF
-    mantissa = ((bits >> 8) & 0xFF) - 127.5
+    mantissa = ((bits >> 8) & 0xFF).float() - 127.5
     # Magnitudes over twelve powers of two: equal ones would often add without error.
     return (mantissa / (1 << ((bits >> 20) % 12))).bfloat16().float()
 

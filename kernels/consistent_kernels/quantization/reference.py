@@ -50,7 +50,7 @@ def quantize_rows_ref(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor,
     if columns == groups * GROUP:
         x32 = x.float()
     else:
-        x32 = torch.zeros((rows, groups * GROUP), device=x.device)
+        x32 = torch.zeros((rows, groups * GROUP), device=x.device, dtype=torch.float32)
         x32[:, :columns] = x
     grouped = x32.reshape(rows, groups, GROUP)
     amax = grouped.abs().amax(-1)
@@ -74,7 +74,7 @@ def quantize_blocks_ref(
     """
     rows, columns = weight.shape
     down, across = -(-rows // GROUP), -(-columns // GROUP)
-    padded = torch.zeros((down * GROUP, across * GROUP), device=weight.device)
+    padded = torch.zeros((down * GROUP, across * GROUP), device=weight.device, dtype=torch.float32)
     padded[:rows, :columns] = weight
     blocks = padded.view(down, GROUP, across, GROUP)
     amax = blocks.abs().amax((1, 3))

@@ -53,7 +53,7 @@ def sparse_attention_bwd_cudnn(
         )
     wrapper = _wrapper()
     heads = q.shape[1]
-    no_sink = torch.full((heads,), float("-inf"), device=q.device)
+    no_sink = torch.full((heads,), float("-inf"), device=q.device, dtype=torch.float32)
     grads = wrapper(
         q.contiguous(),
         kv.contiguous(),

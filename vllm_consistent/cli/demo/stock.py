@@ -74,7 +74,7 @@ def step_row(result: StockResult, step: int) -> Row:
     record = result.steps[step]
     pairs = [(r["rollout_log_probs"], r["train_log_probs"]) for r in record["responses"]]
     width = max(len(rollout) for rollout, _ in pairs)
-    padded = torch.zeros(2, len(pairs), width)
+    padded = torch.zeros(2, len(pairs), width, dtype=torch.float32)
     mask = torch.zeros(len(pairs), width, dtype=torch.bool)
     for row, sides in enumerate(pairs):
         for side, values in enumerate(sides):

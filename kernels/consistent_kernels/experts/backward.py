@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 
 from consistent_kernels.experts.reference import expert_slices, gated_activation, sorted_rows
@@ -40,6 +43,77 @@ def gated_activation_bwd(
     return torch.cat([grad_gate, grad_up], dim=1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Multiplied:
+    """What the GEMMs of a forward multiplied, where a straight-through gradient is taken.
+
+    Attributes:
+        x: [T, H], the tokens as the first GEMM saw them.
+        weights: gives (gate and up [2 I, H], down [H, I]) of an expert as its GEMMs saw them.
+        hidden: gives what the second GEMM saw of round(silu(gate) * up) [R, I].
+        num_experts, width: E and I.
+    """
+
+    x: torch.Tensor
+    weights: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    hidden: Callable[[torch.Tensor], torch.Tensor]
+    num_experts: int
+    width: int
+
+
+def gradients_at(
+    multiplied: Multiplied,
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float | None,
+    needs: tuple[bool, bool, bool, bool],
+) -> Grads:
+    """Gradients of x, w13, w2 and the weights, fp32; intermediate results are recomputed.
+
+    Args:
+        multiplied: of the forward.
+        grad: [T, H] in the model dtype, to which gate, up, y and their gradients are rounded.
+        ids, weights: [T, K]; limit, needs: as in `experts_bwd`.
+    """
+    tokens, slots = ids.shape
+    experts, width, columns = multiplied.num_experts, multiplied.width, multiplied.x.shape[1]
+    order, counts = sorted_rows(ids, experts)
+    token = order // slots
+    dtype = grad.dtype
+    rows, grad_rows = multiplied.x[token], grad[token].float()
+    row_weights = weights.reshape(-1)[order].float()[:, None]
+    fp32 = {"dtype": torch.float32, "device": grad.device}
+    grad_x = torch.zeros((tokens * slots, columns), **fp32) if needs[0] else None
+    grad_w13 = torch.zeros((experts, 2 * width, columns), **fp32) if needs[1] else None
+    grad_w2 = torch.zeros((experts, grad.shape[1], width), **fp32) if needs[2] else None
+    grad_weights = torch.zeros_like(weights).reshape(-1) if needs[3] else None
+    for expert, part in expert_slices(counts):
+        gate_up, down = multiplied.weights(expert)
+        mine = rows[part]
+        gate, up = product(mine, gate_up.t()).to(dtype).chunk(2, dim=1)
+        hidden = multiplied.hidden(gated_activation(gate, up, limit))
+        if grad_weights is not None:
+            y = product(hidden, down.t()).to(dtype).float()
+            grad_weights[order[part]] = (grad_rows[part] * y).sum(-1)
+        grad_y = (grad_rows[part] * row_weights[part]).to(dtype)
+        if grad_w2 is not None:
+            grad_w2[expert] = product(grad_y.t(), hidden)
+        if grad_x is None and grad_w13 is None:
+            continue
+        grad_gate_up = gated_activation_bwd(product(grad_y, down), gate, up, limit).to(dtype)
+        if grad_w13 is not None:
+            grad_w13[expert] = product(grad_gate_up.t(), mine)
+        if grad_x is not None:
+            grad_x[order[part]] = product(grad_gate_up, gate_up)
+    return (
+        None if grad_x is None else sum_over_slots(grad_x, slots),
+        grad_w13,
+        grad_w2,
+        None if grad_weights is None else grad_weights.view(tokens, slots),
+    )
+
+
 def experts_bwd_ref(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -50,46 +124,13 @@ def experts_bwd_ref(
     limit: float | None,
     needs: tuple[bool, bool, bool, bool],
 ) -> Grads:
-    """See `consistent_kernels.experts.api.experts_bwd`; grad_x comes in fp32.
+    """See `consistent_kernels.experts.api.experts_bwd`; grad_x comes in fp32."""
 
-    Intermediate results are recomputed.
-    """
-    tokens, slots = ids.shape
-    order, counts = sorted_rows(ids, w13.shape[0])
-    token = order // slots
-    dtype = x.dtype
-    rows, grad_rows = x[token], grad[token]
-    row_weights = weights.reshape(-1)[order].float()[:, None]
-    grad_x = x.new_zeros((tokens * slots, x.shape[1]), dtype=torch.float32) if needs[0] else None
-    grad_w13 = torch.zeros_like(w13, dtype=torch.float32) if needs[1] else None
-    grad_w2 = torch.zeros_like(w2, dtype=torch.float32) if needs[2] else None
-    grad_weights = torch.zeros_like(weights).reshape(-1) if needs[3] else None
-    for expert, part in expert_slices(counts):
-        gate_up, down = w13[expert].to(dtype), w2[expert].to(dtype)
-        mine = rows[part]
-        gate, up = product(mine, gate_up.t()).to(dtype).chunk(2, dim=1)
-        hidden = gated_activation(gate, up, limit)
-        if grad_weights is not None:
-            y = product(hidden, down.t()).to(dtype).float()
-            grad_weights[order[part]] = (grad_rows[part].float() * y).sum(-1)
-        grad_y = (grad_rows[part].float() * row_weights[part]).to(dtype)
-        if grad_w2 is not None:
-            grad_w2[expert] = product(grad_y.t(), hidden)
-        if grad_x is None and grad_w13 is None:
-            continue
-        grad_gate_up = gated_activation_bwd(product(grad_y, down), gate, up, limit).to(dtype)
-        if grad_w13 is not None:
-            grad_w13[expert] = product(grad_gate_up.t(), mine)
-        if grad_x is not None:
-            grad_x[order[part]] = product(grad_gate_up, gate_up)
-    if grad_x is not None:
-        grad_x = sum_over_slots(grad_x, slots)
-    return (
-        grad_x,
-        grad_w13,
-        grad_w2,
-        None if grad_weights is None else grad_weights.view(tokens, slots),
-    )
+    def weights_of(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return w13[expert].to(x.dtype), w2[expert].to(x.dtype)
+
+    multiplied = Multiplied(x, weights_of, lambda hidden: hidden, w13.shape[0], w2.shape[2])
+    return gradients_at(multiplied, grad, ids, weights, limit, needs)
 
 
 def sum_over_slots(rows: torch.Tensor, slots: int) -> torch.Tensor:

@@ -61,6 +61,10 @@ class Multiplied:
     width: int
 
 
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
 def gradients_at(
     multiplied: Multiplied,
     grad: torch.Tensor,
@@ -83,10 +87,9 @@ def gradients_at(
     dtype = grad.dtype
     rows, grad_rows = multiplied.x[token], grad[token].float()
     row_weights = weights.reshape(-1)[order].float()[:, None]
-    fp32 = {"dtype": torch.float32, "device": grad.device}
-    grad_x = torch.zeros((tokens * slots, columns), **fp32) if needs[0] else None
-    grad_w13 = torch.zeros((experts, 2 * width, columns), **fp32) if needs[1] else None
-    grad_w2 = torch.zeros((experts, grad.shape[1], width), **fp32) if needs[2] else None
+    grad_x = _zeros(grad, tokens * slots, columns) if needs[0] else None
+    grad_w13 = _zeros(grad, experts, 2 * width, columns) if needs[1] else None
+    grad_w2 = _zeros(grad, experts, grad.shape[1], width) if needs[2] else None
     grad_weights = torch.zeros_like(weights).reshape(-1) if needs[3] else None
     for expert, part in expert_slices(counts):
         gate_up, down = multiplied.weights(expert)

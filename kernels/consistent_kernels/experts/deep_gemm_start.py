@@ -43,7 +43,7 @@ class GroupedGemmShape:
             return weight.new_empty((rows, self.inner)), weight, ids
         # Magnitudes over several powers of two: additions of equal ones would often be exact.
         generator = torch.Generator(device).manual_seed(self.columns * 131 + self.inner)
-        x = torch.randn((rows, self.inner), device=device, generator=generator)
+        x = torch.randn((rows, self.inner), device=device, generator=generator, dtype=torch.float32)
         x *= torch.exp2(index[:, None] % 7 - 3)
         weight.normal_(0, 0.05, generator=generator)
         return x.bfloat16(), weight, ids

@@ -54,15 +54,71 @@ class ModelFacts:
         return flat
 
 
-def _sliding_window(config: Any, violations: list[str]) -> int | None:
+ONE_SIDED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "LlamaForCausalLM": {
+        "bias": (None, False),
+        "qkv_bias": (None, False),
+        "logit_scale": (None, 1.0),
+        "sliding_window": (None,),
+    },
+    "Qwen2ForCausalLM": {"dual_chunk_attention_config": (None,), "qk_norm": (None, False)},
+    "Qwen3ForCausalLM": {"dual_chunk_attention_config": (None,)},
+    "Qwen3MoeForCausalLM": {"dual_chunk_attention_config": (None,)},
+}
+"""Keys that vLLM's class of this name reads and Hugging Face's does not, with the values at which
+both compute the same. Source: `getattr(config, ...)` in vllm/model_executor/models/{llama,qwen2,
+qwen3,qwen3_moe}.py."""
+
+
+def _check_one_sided(config: Any, architecture: str, head_dim: int, violations: list[str]) -> None:
+    """Refuse what vLLM and Hugging Face read differently out of one configuration."""
+    for key, neutral in ONE_SIDED[architecture].items():
+        value = getattr(config, key, None)
+        if value not in neutral:
+            violations.append(
+                f"{key}={value!r} is read by vLLM and not by Hugging Face; remove it or set it to "
+                f"{neutral[-1]!r}"
+            )
+    if getattr(config, "is_causal", True) is False:
+        violations.append("is_causal=False is not supported: attention is causal")
+    rope = getattr(config, "rope_parameters", None) or {}
+    part = rope.get("partial_rotary_factor")
+    if part not in (None, 1.0):
+        violations.append(
+            f"partial_rotary_factor={part} rotates a part of each head in vLLM and is not "
+            f"supported by Hugging Face's {architecture}; remove it"
+        )
+    even = config.hidden_size // config.num_attention_heads
+    if architecture == "Qwen2ForCausalLM" and head_dim != even:
+        violations.append(
+            f"head_dim={head_dim} is not read by vLLM's Qwen2, which takes hidden_size / "
+            f"num_attention_heads = {even}; use that"
+        )
+
+
+def _sliding_window(config: Any, architecture: str, violations: list[str]) -> int | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", None) is False or kinds == {"full_attention"}:
+    if architecture == "LlamaForCausalLM":
+        if kinds - {"full_attention"}:
+            violations.append(
+                f"layer_types={sorted(kinds)} is read by vLLM and not by Hugging Face's Llama; "
+                "remove it"
+            )
+        return None
+    if getattr(config, "use_sliding_window", None) is False or window is None:
         return None
     if len(kinds) > 1:
         violations.append(
             f"layer_types mixes {sorted(kinds)}; all layers must be of one kind for now"
         )
+    if kinds == {"full_attention"}:
+        # vLLM gives `sliding_window` to every layer (vllm/config/model.py: get_sliding_window).
+        violations.append(
+            f"sliding_window={window} applies to every layer in vLLM and to none in Hugging Face "
+            "(layer_types, max_window_layers); set use_sliding_window to false"
+        )
+        return None
     return window
 
 
@@ -141,7 +197,7 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
         raise ConfigurationError(violations, "model")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     _check_numerics(config, dtype, head_dim, violations)
-    is_llama = architecture == "LlamaForCausalLM"
+    _check_one_sided(config, architecture, head_dim, violations)
     bias = bool(getattr(config, "attention_bias", False))
     if bias and architecture != "Qwen2ForCausalLM":
         violations.append("attention_bias=True puts a bias on o_proj, which is not supported")
@@ -150,7 +206,7 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
         rope = tuple(sorted(RopeParameters.from_hf_config(config).to_dict().items()))
     except (UnsupportedError, ValueError) as error:
         violations.append(str(error))
-    window = _sliding_window(config, violations) if not is_llama else None
+    window = _sliding_window(config, architecture, violations)
     moe = _moe(config, violations) if architecture == "Qwen3MoeForCausalLM" else ()
     if violations:
         raise ConfigurationError(violations, f"model {architecture}")

@@ -151,3 +151,76 @@ def test_all_violations_come_in_one_error() -> None:
 def test_unknown_architecture_names_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match="supported: LlamaForCausalLM, Qwen2ForCausalLM"):
         model_facts(llama_config(architectures=["GPT2LMHeadModel"]), "bfloat16")
+
+
+def qwen_config(**changes: object) -> SimpleNamespace:
+    return llama_config(architectures=["Qwen2ForCausalLM"], **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (llama_config(bias=True), "bias=True is read by vLLM and not by Hugging Face"),
+        (llama_config(qkv_bias=True), "qkv_bias=True is read by vLLM"),
+        (llama_config(logit_scale=0.5), "logit_scale=0.5 is read by vLLM"),
+        (llama_config(sliding_window=64), "sliding_window=64 is read by vLLM"),
+        (
+            llama_config(layer_types=["sliding_attention"] * 2),
+            r"layer_types=\['sliding_attention'\] is read by vLLM",
+        ),
+        (llama_config(is_causal=False), "is_causal=False is not supported: attention is causal"),
+        (
+            llama_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor=0.5 rotates a part of each head in vLLM",
+        ),
+        (qwen_config(qk_norm=True), "qk_norm=True is read by vLLM"),
+        (qwen_config(dual_chunk_attention_config={"chunk_size": 8}), "dual_chunk_attention_config"),
+        (qwen_config(head_dim=96), "head_dim=96 is not read by vLLM's Qwen2.* = 64; use that"),
+        (
+            qwen_config(
+                use_sliding_window=True, sliding_window=64, layer_types=["full_attention"] * 2
+            ),
+            "sliding_window=64 applies to every layer in vLLM and to none in Hugging Face",
+        ),
+    ],
+)
+def test_what_vllm_and_hugging_face_read_differently_is_refused(
+    config: SimpleNamespace, text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        model_facts(config, "bfloat16")
+    assert len(caught.value.violations) == 1
+
+
+def test_windows_that_both_read_alike_are_accepted() -> None:
+    off = qwen_config(
+        use_sliding_window=False, sliding_window=64, layer_types=["full_attention"] * 2
+    )
+    assert model_facts(off, "bfloat16").sliding_window is None
+    on = qwen_config(
+        use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2
+    )
+    assert model_facts(on, "bfloat16").sliding_window == 64
+
+
+@pytest.mark.parametrize(
+    ("rope", "text"),
+    [
+        ({"rope_type": "linear", "factor": 0.0}, "factor must be finite and above 0, got 0.0"),
+        ({"rope_type": "linear", "factor": -2.0}, "factor must be finite and above 0, got -2.0"),
+        ({"rope_theta": 0.0}, "theta must be finite and above 0, got 0.0"),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            r"high_freq_factor must be above low_freq_factor \(4.0\), got 4.0",
+        ),
+    ],
+)
+def test_rope_numbers_without_a_table_are_refused(rope: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        model_facts(llama_config(rope_parameters={"rope_theta": 1e4} | rope), "bfloat16")

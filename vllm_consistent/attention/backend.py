@@ -22,7 +22,7 @@ from consistent_kernels.attention import (
     plan_attention,
     write_kv,
 )
-from consistent_kernels.errors import InvalidInputError, UnsupportedError
+from consistent_kernels.errors import ContractMismatchError, InvalidInputError, UnsupportedError
 from consistent_kernels.model_facts import HEAD_DIMS
 from vllm_consistent.contracts import current_contract
 
@@ -108,6 +108,23 @@ class ConsistentAttentionImpl(AttentionImpl):
         if asked:
             raise UnsupportedError("attention", asked, ["plain causal decoder attention"])
         contract = current_contract("attention")
+        facts = contract.model
+        # The trainer takes these from the contract, vLLM from its own reading of the model.
+        differs = [
+            f"{name}={found} in vLLM, {facts[name]} in the contract"
+            for name, found in (
+                ("num_heads", num_heads),
+                ("num_kv_heads", num_kv_heads),
+                ("head_dim", head_size),
+                ("sliding_window", sliding_window),
+            )
+            if found != facts[name]
+        ]
+        if differs:
+            raise ContractMismatchError(
+                f"attention: {'; '.join(differs)}. Refuse such a model in "
+                "consistent_kernels.model_facts"
+            )
         self.impl = contract.implementation("attention")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads

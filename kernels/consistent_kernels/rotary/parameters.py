@@ -56,6 +56,17 @@ class RopeParameters:
             raise invalid(
                 "rotary", "rotary_dim", f"even and at most {self.head_dim}", self.rotary_dim
             )
+        for name in ("theta", "factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise invalid("rotary", name, "finite and above 0", value)
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise invalid(
+                "rotary",
+                "high_freq_factor",
+                f"above low_freq_factor ({self.low_freq_factor})",
+                self.high_freq_factor,
+            )
         if self.rope_type in ("llama3", "yarn") and self.original_max_position <= 0:
             raise invalid(
                 "rotary",
@@ -98,7 +109,7 @@ class RopeParameters:
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        factor = float(rope.get("factor") or 1.0)
+        factor = 1.0 if rope.get("factor") is None else float(rope["factor"])
         original = int(rope.get("original_max_position_embeddings") or 0)
         attention_factor = 1.0
         if rope_type == "yarn":

@@ -18,11 +18,9 @@ SPEC = OpSpec(
 LANES = 256
 """Triton: columns LANES apart are added in ascending order, then the lanes by a halving tree."""
 
-NUM_WARPS = 1
-"""Triton: one warp a row, so that the tree needs no barrier."""
-
-WIDE_ROW, WIDE_NUM_WARPS = 4096, 4
-"""Triton: longer rows than WIDE_ROW do not fit one warp's registers. Warps move no bit."""
+NUM_WARPS = {1024: 1, 4096: 4, None: 8}
+"""Triton: warps of a row of up to so many columns. A short row's tree needs no barrier with one; a
+longer row and its weights would not fit one warp's registers. Warps move no bit."""
 
 _SCHEDULES = {
     "reference": (("reference.py", "loops.py"), {"tree": "halving, zero-padded to a power of two"}),
@@ -32,13 +30,18 @@ _SCHEDULES = {
             "tree": "lanes ascending, then halving",
             "lanes": LANES,
             "contraction": False,
-            "num_warps": NUM_WARPS,
+            "num_warps": ", ".join(f"{warps} to {size}" for size, warps in NUM_WARPS.items()),
         },
     ),
 }
 _SHARED = {"reference": (), "triton": ("triton_tree.py", "alignment.py")}
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)
+
+
+def num_warps(columns: int) -> int:
+    """Return the warps of a row in Triton."""
+    return next(w for limit, w in NUM_WARPS.items() if limit is None or columns <= limit)
 
 
 def program(impl: str) -> Program:

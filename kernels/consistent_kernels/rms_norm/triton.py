@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
-from consistent_kernels.rms_norm.spec import LANES, NUM_WARPS, WIDE_NUM_WARPS, WIDE_ROW
+from consistent_kernels.rms_norm.spec import LANES, num_warps
 from consistent_kernels.triton_tree import halving_tree_sum
 
 
@@ -30,12 +30,17 @@ def _rms_norm_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     dtype = y_ptr.dtype.element_ty
-    # All loads first: an addition after each would wait for its load, chunk by chunk.
+    # All loads first, the weights too: an addition after each would wait for its load, chunk by
+    # chunk, and no load may pass a store.
     xs = ()
     for first in tl.static_range(0, H, LANES):
         inside = first + lane < H
         x = tl.load(x_ptr + row * x_stride + first + lane, mask=inside, other=0.0)
         xs = xs + (x.to(tl.float32),)  # noqa: RUF005 - Triton knows no unpacking
+    weights = ()
+    for first in tl.static_range(0, H, LANES):
+        inside = first + lane < H
+        weights = weights + (tl.load(weight_ptr + first + lane, mask=inside, other=0.0),)  # noqa: RUF005
     if HAS_RESIDUAL:
         sums = ()
         for first in tl.static_range(0, H, LANES):
@@ -55,8 +60,7 @@ def _rms_norm_fwd_kernel(
         x = xs[first // LANES]
         if HAS_RESIDUAL:
             tl.store(sum_ptr + row * H + first + lane, x.to(dtype), mask=inside)
-        weight = tl.load(weight_ptr + first + lane, mask=inside, other=0.0).to(tl.float32)
-        y = x * tl.broadcast_to(rstd, (LANES,)) * weight
+        y = x * tl.broadcast_to(rstd, (LANES,)) * weights[first // LANES].to(tl.float32)
         tl.store(y_ptr + row * H + first + lane, y.to(dtype), mask=inside)
 
 
@@ -91,7 +95,7 @@ def rms_norm_fwd(
             LANES=lanes,
             LEVELS=lanes.bit_length() - 1,
             HAS_RESIDUAL=residual is not None,
-            num_warps=NUM_WARPS if size <= WIDE_ROW else WIDE_NUM_WARPS,
+            num_warps=num_warps(size),
             # A product folded into a sum would round differently with and without a residual.
             enable_fp_fusion=False,
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from consistent_kernels.rms_norm.spec import NUM_WARPS
+from consistent_kernels.rms_norm.spec import num_warps
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_rms_norm_cross_compiles(arch: int, has_residual: bool) -> None:
+@pytest.mark.parametrize("columns", [576, 4096, 5120])
+def test_rms_norm_cross_compiles(arch: int, has_residual: bool, columns: int) -> None:
     from consistent_kernels.rms_norm.triton import _rms_norm_fwd_kernel
 
     cubin = cross_compile(
@@ -26,8 +27,8 @@ def test_rms_norm_cross_compiles(arch: int, has_residual: bool) -> None:
             "residual_stride": "i32",
             "eps": "fp32",
         },
-        constexprs={"H": 576, "LANES": 256, "LEVELS": 8, "HAS_RESIDUAL": has_residual},
-        num_warps=NUM_WARPS,
+        constexprs={"H": columns, "LANES": 256, "LEVELS": 8, "HAS_RESIDUAL": has_residual},
+        num_warps=num_warps(columns),
         enable_fp_fusion=False,
     )
     assert cubin.startswith(b"\x7fELF")

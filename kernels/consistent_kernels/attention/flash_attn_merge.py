@@ -48,24 +48,102 @@ def decode_splits(
     params: AttentionParameters,
     k: torch.Tensor,
 ) -> DecodeSplits:
-    """Return the sequences of a decode step; `k` tells the page size."""
-    batch, size = lens.shape[0], params.key_split
-    split = torch.arange(splits, device=q.device, dtype=torch.int32)
-    keys = (lens[:, None] - split * size).clamp(0, size)
-    has_query = (cu_q[1:] > cu_q[:-1]).to(torch.int32)[:, None]
-    used_q = (keys > 0).to(torch.int32) * has_query
-    row = cu_q[:-1].clamp(max=q.shape[0] - 1)
-    repeated = q.index_select(0, row).repeat_interleave(splits, 0)
-    rows = torch.arange(batch * splits + 1, device=q.device, dtype=torch.int32)
-    first, blocks = None, None
+    """Return the sequences of a decode step, in one launch; `k` tells the page size."""
+    count = lens.shape[0] * splits
+    q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
+    repeated = torch.empty((count, *q.shape[1:]), dtype=q.dtype, device=q.device)
+    sizes = (count + 1, count + 1, count, count)
+    rows, first, used_q, keys = (
+        torch.empty(size, dtype=torch.int32, device=q.device) for size in sizes
+    )
+    blocks, in_split = lens, 1
+    if table is not None:
+        in_split = params.key_split // k.shape[1]
+        blocks = torch.empty((count, in_split), dtype=torch.int32, device=q.device)
+    width = q.shape[1] * q.shape[2]
+    _decode_splits_kernel[(count,)](
+        q,
+        lens,
+        cu_q,
+        lens if starts is None else starts,
+        lens if table is None else table,
+        repeated,
+        rows,
+        used_q,
+        keys,
+        first,
+        blocks,
+        q.stride(0),
+        0 if table is None else table.stride(0),
+        0 if table is None else table.shape[1],
+        splits,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        SPLIT=params.key_split,
+        IN_SPLIT=in_split,
+        IN_BLOCK=triton.next_power_of_2(in_split),
+        PAGED=table is not None,
+        num_warps=_NUM_WARPS,
+    )
     if table is None:
-        first = torch.zeros(batch * splits + 1, device=q.device, dtype=torch.int32)
-        first[:-1] = (starts[:-1, None] + split * size).flatten()
-    else:
-        in_split = size // k.shape[1]
-        index = torch.arange(splits * in_split, device=q.device).clamp(max=table.shape[1] - 1)
-        blocks = table.index_select(1, index).view(batch * splits, in_split)
-    return DecodeSplits(repeated, rows, used_q.flatten(), keys.flatten(), first, blocks)
+        return DecodeSplits(repeated, rows, used_q, keys, first, None)
+    return DecodeSplits(repeated, rows, used_q, keys, None, blocks)
+
+
+@triton.jit(
+    do_not_specialize=["q_stride", "table_stride", "table_width", "splits"],
+    do_not_specialize_on_alignment=["q_ptr", "lens_ptr", "cu_q_ptr", "starts_ptr", "table_ptr"],
+)
+def _decode_splits_kernel(
+    q_ptr,  # [T, WIDTH], row stride q_stride
+    lens_ptr,  # [B] int32
+    cu_q_ptr,  # [B + 1] int32
+    starts_ptr,  # [B + 1] int32 or unused
+    table_ptr,  # [B, table_width] int32, row stride table_stride, or unused
+    repeated_ptr,  # [B * splits, WIDTH]
+    rows_ptr,  # [B * splits + 1] int32
+    used_q_ptr,  # [B * splits] int32
+    keys_ptr,  # [B * splits] int32
+    first_ptr,  # [B * splits + 1] int32 or unused
+    blocks_ptr,  # [B * splits, IN_SPLIT] int32 or unused
+    q_stride,
+    table_stride,
+    table_width,
+    splits,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IN_SPLIT: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    at = tl.program_id(0)
+    request, split = at // splits, at % splits
+    row = tl.load(cu_q_ptr + request).to(tl.int64)
+    has_query = tl.load(cu_q_ptr + request + 1) > row
+    keys = tl.load(lens_ptr + request) - split * SPLIT
+    keys = tl.minimum(tl.maximum(keys, 0), SPLIT)
+    used = has_query & (keys > 0)
+    tl.store(rows_ptr + at, at)
+    tl.store(used_q_ptr + at, used.to(tl.int32))
+    tl.store(keys_ptr + at, keys)
+    if not PAGED:
+        tl.store(first_ptr + at, tl.load(starts_ptr + request) + split * SPLIT)
+    if at == tl.num_programs(0) - 1:
+        tl.store(rows_ptr + at + 1, at + 1)
+        if not PAGED:
+            tl.store(first_ptr + at + 1, 0)
+    if used:
+        column = tl.arange(0, BLOCK)
+        value = tl.load(q_ptr + row * q_stride + column, mask=column < WIDTH)
+        tl.store(repeated_ptr + at.to(tl.int64) * WIDTH + column, value, mask=column < WIDTH)
+        if PAGED:
+            page = tl.arange(0, IN_BLOCK)
+            source = split * IN_SPLIT + page
+            inside = (page < IN_SPLIT) & (source < table_width)
+            table_row = table_ptr + request.to(tl.int64) * table_stride
+            block = tl.load(table_row + source, mask=inside, other=0)
+            tl.store(blocks_ptr + at.to(tl.int64) * IN_SPLIT + page, block, mask=page < IN_SPLIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +239,8 @@ def _merge_decode_kernel(
         m = tl.full([], LOWEST, tl.float32)
         total = tl.full([], 0.0, tl.float32)
         acc = tl.zeros((BLOCK_D,), tl.float32)
-        for split in range(tl.cdiv(keys, SPLIT)):
+        # Additions are a chain in split order; the loads of a few splits are in flight.
+        for split in tl.range(0, tl.cdiv(keys, SPLIT), loop_unroll_factor=4):
             part = request * splits + split
             part_m = tl.load(part_lse_ptr + head.to(tl.int64) * batch * splits + part)
             value = tl.load(part_ptr + (part * HEADS + head) * HEAD_DIM + columns, mask=inside)

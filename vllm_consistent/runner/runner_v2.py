@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.prompt_logprob import (
     PromptLogprobsWorker,
@@ -44,15 +45,7 @@ class ConsistentSamplerV2(Sampler):
         if logits.shape[0] != mapping_np.shape[0]:
             raise UnsupportedError("sampler", "speculative decoding", ["plain decoding"])
         top = self.sampling_states.max_num_logprobs(mapping_np)
-        sampled, _ = self.sample(
-            logits,
-            mapping,
-            mapping_np,
-            input_batch.positions[input_batch.logits_indices],
-            input_batch.input_ids[input_batch.logits_indices],
-            input_batch.expanded_local_pos,
-            return_logprobs=top != NO_LOGPROBS,
-        )
+        sampled = self._draw(logits, input_batch, return_logprobs=top != NO_LOGPROBS)
         tensors = None
         if top != NO_LOGPROBS:
             temperature = self.sampling_states.temperature.gpu[mapping]
@@ -73,6 +66,36 @@ class ConsistentSamplerV2(Sampler):
             num_nans=None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
+        )
+
+    def _draw(
+        self, logits: torch.Tensor, input_batch: Any, *, return_logprobs: bool
+    ) -> torch.Tensor:
+        """Return vLLM's draw [T]; `logits` keep their values."""
+        mapping, mapping_np = input_batch.expanded_idx_mapping, input_batch.idx_mapping_np
+        positions = input_batch.positions[input_batch.logits_indices]
+        if self.logit_bias_state.use_logit_bias[mapping_np].any():  # min_tokens
+            ids = input_batch.input_ids[input_batch.logits_indices]
+            sampled, _ = self.sample(
+                logits,
+                mapping,
+                mapping_np,
+                positions,
+                ids,
+                input_batch.expanded_local_pos,
+                return_logprobs=return_logprobs,
+            )
+            return sampled
+        # What else restricts a draw is refused: no processed copy of [T, V] is needed.
+        states = self.sampling_states
+        return gumbel_sample(
+            logits,
+            mapping,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            positions,
+            apply_temperature=True,
+            use_fp64=self.use_fp64_gumbel,
         )
 
 

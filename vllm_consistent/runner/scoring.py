@@ -6,16 +6,14 @@ from typing import Any
 
 import torch
 
-from consistent_kernels.token_logprobs import token_logprobs_from_logits, topk_ids
+from consistent_kernels.token_logprobs import (
+    count_at_least,
+    token_logprobs_from_logits,
+    topk_ids,
+)
 
 PROMPT_ROWS = 128
 """Prompt positions scored at once; a row's bits do not depend on it, memory does."""
-
-
-def rank_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return vLLM's rank of `ids` [T]: how many logits of the row [T, V] are at least as large."""
-    chosen = logits.gather(-1, ids.unsqueeze(-1))
-    return (logits >= chosen).sum(-1)
 
 
 def candidates(
@@ -51,7 +49,7 @@ def score(
     scored = token_logprobs_from_logits(
         logits, wanted, temperature=temperature, entropy=False, impl=impl
     )
-    return wanted.to(torch.int32), scored.logprob, rank_of(logits, ids)
+    return wanted.to(torch.int32), scored.logprob, count_at_least(logits, ids)
 
 
 def score_hidden(

@@ -9,6 +9,7 @@ from consistent_kernels.token_logprobs.api import (
 )
 from consistent_kernels.token_logprobs.ranking import (
     TopLogprobs,
+    count_at_least,
     token_ranks,
     topk_ids,
     topk_logprobs,
@@ -17,6 +18,7 @@ from consistent_kernels.token_logprobs.ranking import (
 __all__ = [
     "TokenLogprobs",
     "TopLogprobs",
+    "count_at_least",
     "token_logprobs",
     "token_logprobs_bwd",
     "token_logprobs_from_logits",

@@ -152,3 +152,32 @@ def token_ranks(
         own = z.gather(1, ids[part].long()[:, None])
         parts.append((z > own).sum(-1) + 1)
     return torch.cat(parts)
+
+
+def count_at_least(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """How many logits of a row are at least as large as that of its id: the rank vLLM reports.
+
+    Args:
+        logits: [T, V] fp32. A NaN counts for nobody.
+        ids: [T] int64 in [0, V).
+
+    Returns:
+        [T] int64; integers, so every device agrees.
+
+    Raises:
+        InvalidInputError: shapes or dtypes.
+
+    Source: vllm/v1/worker/gpu/sample/logprob.py, `_ranks_kernel` (0.25.1).
+    """
+    op = "count_at_least"
+    check_logits(op, logits)
+    check_ids(op, ids, logits.shape[0])
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        raise invalid(op, "ids", "int64 of 1 dimension", f"{ids.dtype} {ids.dim()}-D")
+    if logits.is_cuda:
+        # PyTorch writes the comparison, then widens it to int64: several passes over [T, V].
+        from consistent_kernels.token_logprobs import ranking_triton
+
+        rows = logits if logits.stride(1) == 1 else logits.contiguous()
+        return ranking_triton.count_at_least(rows, ids.contiguous())
+    return (logits >= logits.gather(-1, ids.unsqueeze(-1))).sum(-1)

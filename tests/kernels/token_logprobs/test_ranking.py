@@ -8,6 +8,7 @@ import torch
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.testing import BATCH_SIZES, assert_bitwise_equal, peaked_logits
 from consistent_kernels.token_logprobs import (
+    count_at_least,
     token_logprobs_from_logits,
     token_ranks,
     topk_ids,
@@ -86,3 +87,23 @@ def test_ranking_rejects_bad_inputs() -> None:
         topk_logprobs(logits.half(), 2, temperature=1.0, impl="reference")
     with pytest.raises(InvalidInputError, match=r"ids must be of shape \(2,\), got \(2, 1\)"):
         token_ranks(logits, torch.zeros(2, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("vocab", [700, 8192, 20_000])
+def test_count_at_least_counts(impl_device: tuple[str, str], vocab: int) -> None:
+    _, device = impl_device
+    logits = tied_logits(9, vocab, seed=5, device=device)
+    logits[2, 5] = float("nan")  # counts for nobody
+    ids = torch.arange(9, device=device) * 7
+    found = count_at_least(logits, ids)
+    for row, token, count in zip(logits.tolist(), ids.tolist(), found.tolist(), strict=True):
+        assert count == sum(value >= row[token] for value in row)
+    assert torch.equal(count_at_least(logits[3:4], ids[3:4]), found[3:4])
+
+
+def test_count_at_least_rejects_bad_input() -> None:
+    logits = torch.zeros(2, 4)
+    with pytest.raises(InvalidInputError, match="ids must be int64 of 1 dimension"):
+        count_at_least(logits, torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(InvalidInputError, match="logits must be float32"):
+        count_at_least(logits.bfloat16(), torch.zeros(2, dtype=torch.int64))

@@ -80,19 +80,21 @@ def fitting_layers(setting: Setting, batch: Batch, clock: Clock) -> int:
     """Return how many layers fit, from the peaks of one and two layers of both sides."""
     if setting.device == "cpu" or setting.shape != MODELS[_MODEL]:
         return setting.shape.num_hidden_layers
-    peaks = []
+    sides = {OURS: our_logprobs, setting.stock[0]: STOCK[setting.stock[0]]}
+    peaks: dict[str, list[int]] = {name: [] for name in sides}
     for layers in (1, 2):
         pair = build(setting.shape, layers, setting.device, recompute=setting.recompute)
-        steps = [timed_step(our_logprobs, pair.ours, batch, pair)]
-        steps.append(timed_step(STOCK[setting.stock[0]], pair.stock, batch, pair))
-        peaks.append(max(step.peak_bytes for step in steps))
+        for name, logprobs in sides.items():
+            model = pair.ours if name == OURS else pair.stock
+            peaks[name].append(timed_step(logprobs, model, batch, pair).peak_bytes)
         del pair
         _release()
-    each = peaks[1] - peaks[0]
-    free, _ = torch.cuda.mem_get_info()
-    fit = 1 + int((free * _MEMORY_SHARE - peaks[0]) // each)
-    clock.tell(f"{peaks[0] / 1e9:.1f} GB with one layer, {each / 1e9:.1f} GB for each more")
-    return max(1, min(fit, setting.shape.num_hidden_layers))
+    room = torch.cuda.mem_get_info()[0] * _MEMORY_SHARE
+    fits = []
+    for name, (one, two) in peaks.items():
+        fits.append(1 + int((room - one) // (two - one)))
+        clock.tell(f"{name}: {one / 1e9:.1f} GB with one layer, {(two - one) / 1e9:.1f} GB a layer")
+    return max(1, min(*fits, setting.shape.num_hidden_layers))
 
 
 def _release() -> None:

@@ -18,6 +18,17 @@ TRITON_CUDA = pytest.param(
     ],
 )
 
+NVRTC_CUDA = pytest.param(
+    ("cuda", "cuda"),
+    id="nvrtc-cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="the CUDA program needs a CUDA device"
+        ),
+    ],
+)
+
 
 def _has_deep_gemm() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):

@@ -35,6 +35,10 @@ def _sparse_topk(
             expected = f"0 <= start <= end <= {scores.shape[1]}"
             raise invalid("sparse_topk", "starts, ends", expected, given)
         return sparse_topk_ref(scores, starts, ends, k)
+    if impl == "cuda":
+        from consistent_kernels.sparse_topk.cuda import sparse_topk_select
+
+        return sparse_topk_select(scores, starts, ends, k)
     from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
 
     return sparse_topk_fwd(scores, starts, ends, k, tickets)
@@ -91,7 +95,7 @@ def sparse_topk(
         starts, ends: [R] int32 or int64, 0 <= start <= end <= N: the columns of the row's own
             request that it may see. Positions count from `start`, so no batch offset enters.
         k: 1 to 2048.
-        impl: "reference" (any device) or "triton" (CUDA).
+        impl: "reference" (any device), "triton" (CUDA) or "cuda" (SM90 and later, by NVRTC).
         tickets: from `sparse_topk_tickets`, at least R rows; "triton" only.
 
     Returns:

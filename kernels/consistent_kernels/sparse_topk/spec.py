@@ -43,17 +43,30 @@ REGISTERS_FEW_ROWS, REGISTERS_MANY_ROWS = 128, 64
 multiprocessor, so that one counts while the other waits for memory; alone, 128 are faster (H200,
 32,768 positions: 34 against 48 us for 64 rows, 76 against 60 us for 256)."""
 
-_FILES = {"reference": ("reference.py",), "triton": ("triton.py",)}
+BLOCK_THREADS = 1024
+"""CUDA: threads of a block, as in select.cu."""
+
+CLUSTERS = (1, 2, 4, 8)
+"""CUDA: blocks that share a row."""
+
+VECTORS = (1, 2, 4, 8)
+"""CUDA: times four keys that a thread holds; longer rows are read anew in each pass."""
+
+_FILES = {
+    "reference": ("reference.py",),
+    "triton": ("triton.py",),
+    "cuda": ("cuda.py", "select.cu"),
+}
 
 IMPLEMENTATIONS = tuple(_FILES)
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton")."""
+    """Return the program of `impl` ("reference", "triton" or "cuda"); all give the same bits."""
     schedule = (
         {"width": WIDTH, "chunk": CHUNK, "keys_per_warp": KEYS_PER_WARP} if impl == "triton" else {}
     )
-    shared = ("alignment.py",) if impl == "triton" else ()
+    shared = {"triton": ("alignment.py",), "cuda": ("alignment.py", "nvrtc.py")}.get(impl, ())
     return Program(
         impl, source_sha256("sparse_topk", "spec.py", *_FILES[impl], shared=shared), schedule
     )

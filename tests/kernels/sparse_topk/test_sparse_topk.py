@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from implementations import NVRTC_CUDA, REFERENCE_CPU, TRITON_CUDA
 from topk_cases import borders, hazard_scores, plain_topk
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
@@ -12,6 +13,12 @@ from consistent_kernels.sparse_topk.reference import ordered_bits
 from consistent_kernels.testing import BATCH_SIZES, assert_bitwise_equal, bitwise_equal
 
 NAN = float("nan")
+
+
+@pytest.fixture(params=[REFERENCE_CPU, TRITON_CUDA, NVRTC_CUDA])
+def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """(implementation, device) pairs of this op."""
+    return request.param
 
 
 def select(
@@ -184,5 +191,5 @@ def test_sparse_topk_rejects_bad_inputs() -> None:
         )
     with pytest.raises(InvalidInputError, match="start <= end <= 8, got 0, 9 in row 1"):
         sparse_topk(scores, *borders((0, 8), (0, 9)), 4, impl="reference")
-    with pytest.raises(UnsupportedError, match="supported: reference, triton"):
-        sparse_topk(scores, *bounds, 4, impl="cuda")
+    with pytest.raises(UnsupportedError, match="supported: reference, triton, cuda"):
+        sparse_topk(scores, *bounds, 4, impl="flash_mla")

@@ -3,10 +3,18 @@
 import pytest
 import torch
 
+from consistent_kernels import llvm
 from consistent_kernels.errors import MissingBinaryError
 from consistent_kernels.vendored import find_binary
 
 REFERENCE_CPU = pytest.param(("reference", "cpu"), id="reference-cpu")
+LLVM_CPU = pytest.param(
+    ("llvm", "cpu"),
+    id="llvm-cpu",
+    marks=pytest.mark.skipif(
+        not llvm.is_available(), reason="needs an x86-64 CPU with AVX2, and llvmlite"
+    ),
+)
 TRITON_CUDA = pytest.param(
     ("triton", "cuda"),
     id="triton-cuda",

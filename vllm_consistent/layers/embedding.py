@@ -13,7 +13,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from consistent_kernels.embedding import embedding
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.linear import linear, prepare_weight
+from consistent_kernels.linear import (
+    PackedWeight,
+    linear,
+    linear_packed,
+    pack_weight,
+    prepare_weight,
+)
 from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
 
@@ -27,6 +33,7 @@ class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
         self.impl = contract.implementation("linear")
         self.embedding_impl = contract.implementation("embedding")
         self.prepared = Derived()
+        self.packed: PackedWeight | None = None
 
     def prepare(self, layer: Any) -> torch.Tensor:
         """Return the head over the real vocabulary: vLLM pads rows, the trainer does not."""
@@ -36,13 +43,26 @@ class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rebuild the prepared head."""
+        """Rebuild the prepared head, and its packed copy where the program has one."""
         self.prepared.rebuild(layer.weight, self.prepare(layer))
+        weight = self._weight(layer)
+        if self.packed is None:
+            self.packed = pack_weight(weight, impl=self.impl)
+        else:
+            self.packed.rebuild(weight)
+
+    def packed_follows(self, layer: Any) -> bool:
+        """Return whether the packed copy holds the weight that is served now."""
+        return self.packed is None or self.packed.follows(self._weight(layer))
+
+    def _weight(self, layer: Any) -> torch.Tensor:
+        return self.prepared.of(layer.weight.data)[: layer.org_vocab_size]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> [T, vocab] fp32."""
-        weight = self.prepared.of(layer.weight)[: layer.org_vocab_size]
-        return linear(x, weight, bias, impl=self.impl, out_dtype=torch.float32)
+        if self.packed is not None:
+            return linear_packed(x, self.packed, bias, out_dtype=torch.float32)
+        return linear(x, self._weight(layer), bias, impl=self.impl, out_dtype=torch.float32)
 
     def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, H], rows of the loaded weight."""

@@ -67,6 +67,7 @@ two the implementation prefers for so many rows (no bit shows which)."""
 
 _FILES = {
     "reference": ("reference.py",),
+    "llvm": ("reference.py",),
     "onednn": ("reference.py",),
     "triton": ("triton.py", "triton_layout.py"),
     "deep_gemm": (

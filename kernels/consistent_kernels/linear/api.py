@@ -17,7 +17,10 @@ _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype, str impl) -> Tensor"
 )
-_LIBRARY.define("linear_packed(Tensor x, Tensor? bias, int columns, int packed) -> Tensor")
+_LIBRARY.define(
+    "linear_packed(Tensor x, Tensor? bias, ScalarType out_dtype, int columns, int packed, str impl)"
+    " -> Tensor"
+)
 
 
 def _check_impl(op: str, impl: str) -> None:
@@ -36,7 +39,9 @@ def _linear(
         return linear_ref(x, weight, bias, out_dtype)
     if impl == "onednn":
         return linear_onednn(x, weight, bias, out_dtype)
-    if impl == "deep_gemm":
+    if impl == "llvm":
+        from consistent_kernels.linear.llvm import linear_llvm as linear_fwd
+    elif impl == "deep_gemm":
         from consistent_kernels.linear.deep_gemm import linear_fwd
     else:
         from consistent_kernels.linear.triton import linear_fwd
@@ -44,10 +49,19 @@ def _linear(
 
 
 def _linear_packed(
-    x: torch.Tensor, bias: torch.Tensor | None, columns: int, packed: int
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    columns: int,
+    packed: int,
+    impl: str,
 ) -> torch.Tensor:
-    count("linear", "onednn")
-    return linear_packed_onednn(x, packed_weight(packed), bias)
+    count("linear", impl)
+    if impl == "onednn":
+        return linear_packed_onednn(x, packed_weight(packed), bias)
+    from consistent_kernels.linear.llvm import linear_packed_llvm
+
+    return linear_packed_llvm(x, packed_weight(packed), columns, bias, out_dtype)
 
 
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
@@ -66,8 +80,15 @@ def _(
 
 
 @torch.library.register_fake("consistent_kernels::linear_packed", lib=_LIBRARY)
-def _(x: torch.Tensor, bias: torch.Tensor | None, columns: int, packed: int) -> torch.Tensor:
-    return x.new_empty((x.shape[0], columns))
+def _(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    columns: int,
+    packed: int,
+    impl: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], columns), dtype=out_dtype)
 
 
 def _prepared_dtype(dtype: torch.dtype, impl: str, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -118,8 +139,9 @@ def linear(
         x: [T, K], bf16, fp16 or fp32; rows may be strided.
         weight: [N, K], from `prepare_weight` with the same impl and out_dtype.
         bias: [N] in the dtype of x (round a master first), or None.
-        impl: "reference" (any device), "onednn" (CPUs with bf16 instructions), "triton" (CUDA) or
-            "deep_gemm" (CUDA, sm_90 and sm_100; needs vLLM's CUDA wheel).
+        impl: "reference" (any device), "llvm" (x86 CPUs, bf16), "onednn" (CPUs with bf16
+            instructions), "triton" (CUDA) or "deep_gemm" (CUDA, sm_90 and sm_100; needs vLLM's
+            CUDA wheel).
         out_dtype: dtype of the result: the dtype of x (the default), or fp32 for lm_head.
 
     Returns:
@@ -162,9 +184,13 @@ def linear(
 
 
 def linear_packed(
-    x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """y = round(x W^T + b) from a packed weight: bit-equal to `linear(..., impl="onednn")`.
+    """y = round(x W^T + b) from a packed weight: bit-equal to `linear(..., impl=packed.impl)`.
 
     For an engine, which multiplies by one weight many times; it has no backward.
 
@@ -172,9 +198,10 @@ def linear_packed(
         x: [T, K] bf16.
         packed: from `pack_weight`, rebuilt after each change of the weight.
         bias: [N] bf16, or None.
+        out_dtype: bf16 (the default), or with "llvm" fp32.
 
     Returns:
-        [T, N] bf16.
+        [T, N] in `out_dtype`.
 
     Raises:
         InvalidInputError: shape or dtype.
@@ -186,7 +213,13 @@ def linear_packed(
         raise invalid(
             op, "bias", f"bfloat16 ({packed.columns},)", f"{bias.dtype} {tuple(bias.shape)}"
         )
-    return torch.ops.consistent_kernels.linear_packed(x, bias, packed.columns, packed.number)
+    out_dtype = out_dtype or x.dtype
+    allowed = (x.dtype, torch.float32) if packed.impl == "llvm" else (x.dtype,)
+    if out_dtype not in allowed:
+        raise invalid(op, "out_dtype", " or ".join(map(str, allowed)), out_dtype)
+    return torch.ops.consistent_kernels.linear_packed(
+        x, bias, out_dtype, packed.columns, packed.number, packed.impl
+    )
 
 
 def linear_bwd(

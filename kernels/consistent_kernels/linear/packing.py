@@ -1,4 +1,4 @@
-"""Weights in oneDNN's own layout beside the plain ones: the same bits, fewer passes over memory.
+"""Weights in the layout of a CPU's GEMM beside the plain ones: the same bits, laid out once.
 
 A packed tensor is opaque to PyTorch's tracing, so ops receive the number under which it is kept.
 """
@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from consistent_kernels.linear.onednn import pack, packed_rows
+from consistent_kernels.linear import onednn
 
 _STORE: dict[int, torch.Tensor] = {}
 _NUMBERS = itertools.count(1)
@@ -22,23 +22,41 @@ class PackedWeight:
     Attributes:
         number: of the copy, the same for the life of this object.
         columns, inner: N and K.
+        impl: the implementation that reads it.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, impl: str) -> None:
         self.number = next(_NUMBERS)
+        self.impl = impl
         self.columns, self.inner = weight.shape
         weakref.finalize(self, _STORE.pop, self.number, None)
         self.rebuild(weight)
 
     def rebuild(self, weight: torch.Tensor) -> None:
         """Pack `weight` [N, K] in the place of the old copy."""
-        _STORE[self.number] = pack(weight.contiguous())
+        if self.impl == "llvm":
+            from consistent_kernels.linear import llvm
+
+            with torch.inference_mode(False), torch.no_grad():
+                packed = llvm.pack(weight)
+                if self.number in _STORE:
+                    # A list of kernel calls may hold the address.
+                    _STORE[self.number].copy_(packed)
+                else:
+                    _STORE[self.number] = packed
+        else:
+            _STORE[self.number] = onednn.pack(weight.contiguous())
 
     def follows(self, weight: torch.Tensor) -> bool:
         """Return whether the copy holds the bytes of `weight`."""
-        return torch.equal(
-            packed_weight(self.number).to_dense().view(torch.int16), weight.view(torch.int16)
-        )
+        copy = packed_weight(self.number)
+        if self.impl == "llvm":
+            from consistent_kernels.linear import llvm
+
+            plain = llvm.unpack(copy, self.columns, self.inner)
+        else:
+            plain = copy.to_dense()
+        return torch.equal(plain.view(torch.int16), weight.view(torch.int16))
 
 
 def packed_weight(number: int) -> torch.Tensor:
@@ -51,8 +69,11 @@ def pack_weight(weight: torch.Tensor, *, impl: str) -> PackedWeight | None:
 
     Args:
         weight: [N, K], from `prepare_weight` with the same impl.
-        impl: as in `linear`; only "onednn" packs, and only bf16 weights (lm_head's are fp32).
+        impl: as in `linear`; only "llvm" and "onednn" pack, and only bf16 weights (those of
+            lm_head are fp32 in "onednn").
     """
-    if impl != "onednn" or weight.dtype != torch.bfloat16:
+    if impl not in ("llvm", "onednn") or weight.dtype != torch.bfloat16:
         return None
-    return PackedWeight(weight) if packed_rows(*weight.shape) else None
+    if impl == "onednn" and not onednn.packed_rows(*weight.shape):
+        return None
+    return PackedWeight(weight, impl)

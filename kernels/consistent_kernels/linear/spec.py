@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from consistent_kernels import llvm
 from consistent_kernels.contract import OpSpec, Program, Scalar
 from consistent_kernels.linear import onednn, probe, tiles
 from consistent_kernels.linear.schedule import BASE_TILE, TILE_COLUMNS, TILE_ROWS
@@ -23,6 +24,7 @@ SPEC = OpSpec(
 
 _FILES = {
     "reference": ("reference.py", "tiles.py"),
+    "llvm": ("llvm.py",),
     "onednn": ("onednn.py", "packing.py", "reference.py", "tiles.py"),
     "triton": ("triton.py", "triton_kernel.py"),
     "deep_gemm": ("deep_gemm.py", "triton.py", "triton_kernel.py"),
@@ -45,6 +47,11 @@ def choose(device_type: str, arch: str | None = None, facts: object = None) -> s
     """
     if device_type == "cuda":
         return "deep_gemm" if arch in DEEP_GEMM_ARCHITECTURES else "triton"
+    if onednn.native_bf16() == "amx":
+        # Tiles of 16 x 16 products: no loop over vectors comes near.
+        return "onednn"
+    if llvm.is_available():
+        return "llvm"
     return "reference" if onednn.native_bf16() is None else "onednn"
 
 
@@ -55,6 +62,7 @@ def program(impl: str) -> Program:
         MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is not installed.
     """
     shared = ("alignment.py",) if impl in ("triton", "deep_gemm") else ()
+    shared = llvm.SOURCES if impl == "llvm" else shared
     source = source_sha256("linear", "spec.py", "schedule.py", *_FILES[impl], shared=shared)
     return Program(impl, source, _schedule(impl))
 
@@ -71,6 +79,8 @@ def _schedule(impl: str) -> dict[str, Scalar]:
             "headers_sha256": vendored.find_binary("deep_gemm_include").sha256,
             "compiler": vendored.deep_gemm_compiler(),
         }
+    if impl == "llvm":
+        return {"inner": "ascending, one fp32 accumulator an element"} | llvm.identity()
     schedule: dict[str, Scalar] = {
         "tile_rows": TILE_ROWS,
         "tile_columns": TILE_COLUMNS,

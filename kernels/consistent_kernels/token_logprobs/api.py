@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid
-from consistent_kernels.linear import linear, linear_bwd
+from consistent_kernels.linear import linear, linear_bwd, linear_packed, pack_weight
 from consistent_kernels.token_logprobs.arguments import (
     as_columns,
     banned_mask,
@@ -87,6 +88,14 @@ def _token_logprobs_from_logits(
     return _score(logits, ids, temperature, valid_vocab, banned, entropy, impl)
 
 
+def _head(weight: torch.Tensor, impl: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return hidden states -> fp32 logits, with the weight packed once where `impl` packs it."""
+    packed = pack_weight(weight, impl=impl) if impl == "llvm" else None
+    if packed is None:
+        return lambda hidden: linear(hidden, weight, impl=impl, out_dtype=torch.float32)
+    return lambda hidden: linear_packed(hidden, packed, out_dtype=torch.float32)
+
+
 def _token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -100,9 +109,10 @@ def _token_logprobs(
 ) -> _Result:
     count("token_logprobs", impl)
     parts = []
+    head = _head(weight, linear_impl)
     for start in range(0, max(hidden.shape[0], 1), STREAM_ROWS[impl]):
         rows = slice(start, start + STREAM_ROWS[impl])
-        logits = linear(hidden[rows], weight, impl=linear_impl, out_dtype=torch.float32)
+        logits = head(hidden[rows])
         parts.append(
             _score(logits, ids[rows], temperature[rows], valid_vocab, banned, entropy, impl)
         )
@@ -341,9 +351,12 @@ def token_logprobs_bwd(
     grads_hidden = []
     grad_weight = None
     dtype = torch.float32 if impl == "reference" else weight.dtype
+    head = _head(weight, forward)
+    if impl == "reference":
+        weight = weight.float()
     for start in range(0, max(hidden.shape[0], 1), BACKWARD_ROWS[impl]):
         rows = slice(start, start + BACKWARD_ROWS[impl])
-        logits = linear(hidden[rows], weight, impl=forward, out_dtype=torch.float32)
+        logits = head(hidden[rows])
         grad_logits = token_logprobs_from_logits_bwd(
             _rows_of(grad, rows),
             logits,

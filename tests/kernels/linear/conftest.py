@@ -1,9 +1,9 @@
-"""Linear has one more implementation than the other ops: oneDNN's bf16 GEMM."""
+"""Linear has two more CPU implementations: our own GEMM and oneDNN's."""
 
 from __future__ import annotations
 
 import pytest
-from implementations import REFERENCE_CPU, TRITON_CUDA
+from implementations import LLVM_CPU, REFERENCE_CPU, TRITON_CUDA
 
 from consistent_kernels.linear.onednn import native_bf16
 
@@ -14,7 +14,7 @@ ONEDNN_CPU = pytest.param(
 )
 
 
-@pytest.fixture(params=[REFERENCE_CPU, ONEDNN_CPU, TRITON_CUDA])
+@pytest.fixture(params=[REFERENCE_CPU, LLVM_CPU, ONEDNN_CPU, TRITON_CUDA])
 def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(implementation, device) pairs that this machine can run."""
     return request.param

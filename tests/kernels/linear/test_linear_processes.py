@@ -5,12 +5,16 @@ from __future__ import annotations
 from fresh_process import output_of_process
 
 _SOURCE = """
+from consistent_kernels import llvm
 from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.linear.onednn import native_bf16
 from consistent_kernels.linear.spec import program
 from consistent_kernels.testing import hazard_activations
 
-for impl in ("reference", "onednn") if native_bf16() else ("reference",):
+impls = ["reference"]
+impls += ["llvm"] if llvm.is_available() else []
+impls += ["onednn"] if native_bf16() else []
+for impl in impls:
     for columns, inner in ((192, 576), (576, 1536), (64, 8192), (17, 2048)):
         x = hazard_activations((53, inner), seed=1)
         master = hazard_activations((columns, inner), seed=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consistent_kernels import llvm
 from consistent_kernels.linear import linear, linear_bwd, prepare_weight
 from consistent_kernels.linear.onednn import native_bf16
 from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
@@ -12,6 +13,10 @@ from train_bridge.functions.linear import LinearFunction
 
 IMPLEMENTATIONS = (
     "reference",
+    pytest.param(
+        "llvm",
+        marks=pytest.mark.skipif(not llvm.is_available(), reason="needs x86-64 and llvmlite"),
+    ),
     pytest.param(
         "onednn",
         marks=pytest.mark.skipif(native_bf16() is None, reason="this CPU has no bf16 dot product"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockPrograms
+from consistent_kernels.sparse_attention import require_backward
 
 
 class PackedAttention(torch.nn.Module):
@@ -18,6 +19,7 @@ class PackedAttention(torch.nn.Module):
         backward: str,
     ) -> None:
         super().__init__()
+        require_backward(backward)
         self.programs, self.backward_name = programs, backward
         for name in names:
             if name.startswith("index_"):

@@ -9,6 +9,7 @@ import torch
 from consistent_kernels.kv_cache_fp8 import KVLayout, new_cache, write_kv_fp8
 from consistent_kernels.sparse_attention import (
     read_slots_fp8,
+    require_backward,
     sparse_attention,
     sparse_attention_bwd,
     sparse_attention_fp8,
@@ -34,6 +35,7 @@ class SparseAttentionFunction(torch.autograd.Function):
         impl: str,
         backward: str = "own",
     ) -> torch.Tensor:
+        require_backward(backward)
         out, lse = sparse_attention(q, kv, indices, sinks=sinks, scale=scale, d_v=d_v, impl=impl)
         ctx.save_for_backward(q, kv, indices, out, lse, sinks)
         ctx.scale, ctx.impl, ctx.backward_name = scale, impl, backward
@@ -100,6 +102,7 @@ class SparseAttentionFP8Function(torch.autograd.Function):
         other: str,
         backward: str = "own",
     ) -> torch.Tensor:
+        require_backward(backward)
         cache = _private_cache(kv, layout, other)
         extra = None
         if extra_kv is not None:

@@ -2,6 +2,7 @@
 
 from consistent_kernels.sparse_attention.api import (
     check_indices,
+    require_backward,
     sparse_attention,
     sparse_attention_bwd,
 )
@@ -11,6 +12,7 @@ from consistent_kernels.sparse_attention.indices import window_and_selected
 __all__ = [
     "check_indices",
     "read_slots_fp8",
+    "require_backward",
     "sparse_attention",
     "sparse_attention_bwd",
     "sparse_attention_fp8",

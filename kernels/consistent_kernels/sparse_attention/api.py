@@ -161,6 +161,22 @@ def sparse_attention(
     return torch.ops.consistent_kernels.sparse_attention(q, kv, indices, sinks, scale, d_v, impl)
 
 
+def require_backward(backward: str) -> None:
+    """Raise unless this name of a backward is known and what it is made of loads here.
+
+    For constructors and forwards: a trainer learns it before its first rollout, not after it.
+
+    Raises:
+        UnsupportedError: unknown name.
+        MissingBinaryError: "cudnn" without nvidia-cudnn-frontend[cutedsl]; says what to install.
+    """
+    require_implementation("sparse_attention_bwd backward", backward, BACKWARDS)
+    if backward == "cudnn":
+        from consistent_kernels.sparse_attention.cudnn import require_cudnn
+
+        require_cudnn()
+
+
 def sparse_attention_bwd(
     grad_out: torch.Tensor,
     q: torch.Tensor,
@@ -186,10 +202,15 @@ def sparse_attention_bwd(
 
     Returns:
         (grad_q in the dtype of q, grad_kv in the dtype of kv, grad_sinks [H] fp32 or None).
+
+    Raises:
+        InvalidInputError: shape, dtype or device.
+        UnsupportedError, MissingBinaryError: as `require_backward`; "cudnn" also for a device or a
+            width that it does not serve.
     """
     op = "sparse_attention_bwd"
     _check(op, q, kv, indices, sinks, out.shape[-1], impl)
-    require_implementation(f"{op} backward", backward, BACKWARDS)
+    require_backward(backward)
     for name, value in (("grad_out", grad_out), ("out", out)):
         if value.shape != out.shape or value.shape[:2] != q.shape[:2] or value.dtype != q.dtype:
             raise invalid(

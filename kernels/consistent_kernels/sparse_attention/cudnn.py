@@ -33,6 +33,11 @@ def _wrapper() -> Callable[..., Any]:
     return sparse_attention_backward_wrapper
 
 
+def require_cudnn() -> None:
+    """Raise `MissingBinaryError` where cuDNN's DSA backward does not load."""
+    _wrapper()
+
+
 def sparse_attention_bwd_cudnn(
     grad_out: torch.Tensor,
     q: torch.Tensor,
@@ -50,6 +55,10 @@ def sparse_attention_bwd_cudnn(
             "sparse_attention_bwd",
             f"width {width} with d_v {d_v} by backward 'cudnn'",
             [f"width {key} with d_v {value}" for key, value in _WIDTHS.items()],
+        )
+    if not q.is_cuda:
+        raise UnsupportedError(
+            "sparse_attention_bwd", f"{q.device} by backward 'cudnn'", ["a CUDA device", "'own'"]
         )
     wrapper = _wrapper()
     heads = q.shape[1]

@@ -6,11 +6,18 @@ import importlib.util
 
 import pytest
 import torch
+from block_cases import BlockCase
 from sparse_attention_cases import PROGRAMS, SparseCase, attention_fp64, make_case, shapes_of
 
 from consistent_kernels.errors import MissingBinaryError, UnsupportedError
-from consistent_kernels.sparse_attention import sparse_attention, sparse_attention_bwd
+from consistent_kernels.sparse_attention import (
+    cudnn,
+    require_backward,
+    sparse_attention,
+    sparse_attention_bwd,
+)
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
+from train_bridge.blocks import PackedV32Attention
 from train_bridge.functions.sparse_attention import SparseAttentionFunction
 
 TOKENS = 33
@@ -158,14 +165,41 @@ def test_sparse_attention_cudnn_grad_matches_reference(form: int) -> None:
     assert_within_bound(case, grad_out, grads)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("cudnn") is not None, reason="nvidia-cudnn-frontend is installed here"
+)
 def test_sparse_attention_cudnn_says_what_is_missing() -> None:
+    """At a trainer's start and in its forward, not in the backward after a first rollout."""
+    case = make_case(tokens=2, heads=2, d_v=512, rope=0, entries=8, columns=8, sinks=True)
+    missing = pytest.raises(
+        MissingBinaryError,
+        match=r"nvidia-cudnn-frontend: .*pip install 'nvidia-cudnn-frontend\[cutedsl\]==1\.28\.0', "
+        r"or take backward='own'",
+    )
+    with missing:
+        require_backward("cudnn")
+    with missing:
+        SparseAttentionFunction.apply(
+            case.q, case.kv, case.indices, case.sinks, case.scale, case.d_v, "reference", "cudnn"
+        )
+    block = BlockCase.make("v32", "cpu")
+    with missing:
+        PackedV32Attention(block.params, block.weights, programs=block.programs, backward="cudnn")
+
+
+def test_sparse_attention_backward_rejects_what_it_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnsupportedError, match="'cuDNN' is not supported; supported: own, cudnn"):
+        require_backward("cuDNN")
+    monkeypatch.setattr(cudnn, "_wrapper", lambda: pytest.fail("called with what it cannot take"))
+    monkeypatch.setattr(cudnn, "require_cudnn", lambda: None)
     case = make_case(tokens=2, **shapes_of("cpu")[1])
     with pytest.raises(UnsupportedError, match="width 64 with d_v 64 by backward 'cudnn'"):
         forward_and_grad(case, "reference", "cudnn")
-    if importlib.util.find_spec("cudnn") is None:
-        wide = make_case(tokens=2, heads=2, d_v=512, rope=0, entries=8, columns=8, sinks=True)
-        with pytest.raises(MissingBinaryError, match="pip install 'nvidia-cudnn-frontend"):
-            forward_and_grad(wide, "reference", "cudnn")
+    wide = make_case(tokens=2, heads=2, d_v=512, rope=0, entries=8, columns=8, sinks=True)
+    with pytest.raises(UnsupportedError, match="cpu by backward 'cudnn' is not supported"):
+        forward_and_grad(wide, "reference", "cudnn")
 
 
 def test_sparse_attention_function_returns_the_kernel_tensor() -> None:

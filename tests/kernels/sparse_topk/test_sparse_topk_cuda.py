@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+from importlib import resources
+from pathlib import Path
+
 import pytest
 import torch
 from topk_cases import borders, hazard_scores
@@ -10,13 +15,14 @@ from consistent_kernels.nvrtc import compile_cuda
 from consistent_kernels.sparse_topk import sparse_topk
 from consistent_kernels.sparse_topk.cuda import cluster_and_vectors
 from consistent_kernels.sparse_topk.spec import BLOCK_THREADS, CLUSTERS, VECTORS
-from consistent_kernels.testing import assert_bitwise_equal
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the CUDA program needs a CUDA device"
 )
 PACKAGE = "consistent_kernels.sparse_topk"
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -40,6 +46,93 @@ def test_sparse_topk_blocks_hold_every_row() -> None:
                 assert vectors in VECTORS
                 # A row that starts three columns after an aligned one needs three more.
                 assert cluster * vectors * 4 * BLOCK_THREADS >= columns + 3
+
+
+def build_for_cpu(folder: Path, *change: str) -> ctypes.CDLL:
+    """The source as a CPU library whose threads are fibers; GPU instructions are replaced."""
+    source = (resources.files(PACKAGE) / "select.cu").read_text()
+    if change:
+        assert change[0] in source
+        source = source.replace(*change)
+    before, rest = source.split("// <device>")
+    body = rest.split("// </device>")[1].split("// <kernel>")[0]
+    (folder / "select.h").write_text(before + body)
+    command = [
+        "g++", "-O1", "-std=c++17", "-shared", "-fPIC", f'-DSOURCE="{folder / "select.h"}"',
+        f"-I{SUPPORT}", str(SUPPORT / "select_on_cpu.cpp"), "-o", str(folder / "select.so"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return ctypes.CDLL(str(folder / "select.so"))
+
+
+def run_on_cpu(
+    library: ctypes.CDLL,
+    shape: tuple[int, int],
+    scores: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    k: int,
+) -> torch.Tensor:
+    rows, columns = scores.shape
+    buffer = torch.full((rows, -(-columns // 16) * 16), float("inf"))
+    buffer[:, :columns] = scores
+    got = torch.full((rows, k), -7, dtype=torch.int32)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (buffer, starts, ends, got))
+    done = library.select_on_cpu(
+        *shape, *pointers, rows, ctypes.c_longlong(buffer.stride(0)), columns, k,
+        int(starts.dtype == torch.int64),
+    )  # fmt: skip
+    assert done == 1
+    return got
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build_for_cpu(tmp_path_factory.mktemp("select"))
+
+
+RANDOM, TIES, RELU, HUGE = "random", "ties", "relu", "huge"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "vectors", "columns", "k", "values"),
+    [
+        (1, 1, 2900, 7, RANDOM),
+        (1, 1, 2900, 2048, RANDOM),
+        (1, 4, 16000, 512, RELU),
+        (1, 4, 9000, 2048, TIES),
+        (1, 0, 9000, 2048, HUGE),
+        (2, 2, 16381, 1500, RANDOM),
+        (8, 1, 32765, 2048, RANDOM),
+        (8, 1, 20001, 2048, TIES),
+        (8, 0, 40000, 2048, RELU),
+    ],
+)
+def test_sparse_topk_on_cpu_threads_equals_reference(
+    on_cpu: ctypes.CDLL, cluster: int, vectors: int, columns: int, k: int, values: str
+) -> None:
+    """The CUDA source itself, run by fibers in a shuffled order: integers, so the GPU's answer."""
+    pairs = [(0, columns), (columns // 7, columns - 5), (3, min(k + 3, columns)), (9, 8)]
+    scores = hazard_scores(len(pairs), columns, seed=columns + k)
+    if values == TIES:
+        scores = torch.zeros_like(scores)
+    elif values == RELU:
+        scores = (scores - 1.5).relu()
+    elif values == HUGE:
+        scores *= 1e9
+    starts, ends = borders(*pairs)
+    starts, ends = (starts.long(), ends.long()) if vectors == 0 else (starts, ends)
+    got = run_on_cpu(on_cpu, (cluster, vectors), scores, starts, ends, k)
+    # The last row's end is before its start, which the reference refuses: no position.
+    ends[-1] = starts[-1]
+    assert_bitwise_equal(got, sparse_topk(scores, starts, ends, k, impl="reference"))
+
+
+def test_control_a_wrong_rank_on_cpu_threads_differs(tmp_path: Path) -> None:
+    faulty = build_for_cpu(tmp_path, "larger == need - 1", "larger == need - 2")
+    scores, bounds = torch.zeros(1, 200), borders((0, 200))
+    expected = sparse_topk(scores, *bounds, 100, impl="reference")
+    assert not bitwise_equal(run_on_cpu(faulty, (1, 1), scores, *bounds, 100), expected)
 
 
 @pytest.mark.gpu

@@ -57,6 +57,20 @@ def test_rejects_a_request_that_spans_an_update() -> None:
         pages.check(step(running={"a": None}), 1, [16])
 
 
+def test_rejects_a_request_that_waited_through_an_update() -> None:
+    pages = PageVersions()
+    pages.check(step([new("a", [1]), new("b", [2])]), 0, [16])
+    done = step([new("c", [3])])
+    done.finished_req_ids = {"b"}
+    pages.check(done, 1, [16])  # neither runs in the first step on the new weights
+    pages.check(step(running={"c": [4]}), 1, [16])
+    for _ in range(2):  # and not only once
+        with pytest.raises(StaleWeightsError, match="request a started on weight version 0"):
+            pages.check(step(running={"c": None, "a": None}), 1, [16])
+    pages.check(step([new("b", [5])]), 1, [16])
+    pages.check(step(running={"b": None, "c": None}), 1, [16])
+
+
 def test_a_request_recomputed_after_an_update_passes() -> None:
     pages = PageVersions()
     pages.check(step([new("a", [1])]), 0, [16])

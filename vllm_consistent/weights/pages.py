@@ -22,6 +22,8 @@ class PageVersions:
     def __init__(self) -> None:
         self._pages = np.zeros(0, dtype=np.int64)
         self._requests: dict[str, int] = {}
+        self._version: int | None = None
+        self._older: set[str] = set()  # running requests that started on another version
 
     def check(self, step: Any, version: int, block_sizes: Sequence[int]) -> None:
         """Note this step's pages; raise StaleWeightsError if one of them holds older keys.
@@ -33,21 +35,33 @@ class PageVersions:
         """
         for request in step.finished_req_ids:
             self._requests.pop(request, None)
+            self._older.discard(request)
+        if version != self._version:
+            self._version = version
+            self._older = {name for name, begun in self._requests.items() if begun != version}
         for request in step.scheduled_new_reqs:
             cached = request.num_computed_tokens
             self._start(request.req_id, request.block_ids, cached, version, block_sizes)
-        cached_reqs = step.scheduled_cached_reqs
-        for index, name in enumerate(cached_reqs.req_ids):
-            blocks = cached_reqs.new_block_ids[index]
-            if name in cached_reqs.resumed_req_ids:
-                computed = cached_reqs.num_computed_tokens[index]
+        running = step.scheduled_cached_reqs
+        if self._older or running.resumed_req_ids:
+            self._check_running(running, version, block_sizes)
+            return
+        # The common step, which no request may slow down by a look at each.
+        for blocks in running.new_block_ids:
+            if blocks:
+                self._mark(blocks, version)
+
+    def _check_running(self, running: Any, version: int, block_sizes: Sequence[int]) -> None:
+        for index, name in enumerate(running.req_ids):
+            blocks = running.new_block_ids[index]
+            if name in running.resumed_req_ids:
+                computed = running.num_computed_tokens[index]
                 self._start(name, blocks or (), computed, version, block_sizes)
                 continue
-            started = self._requests.get(name, version)
-            if started != version:
+            if name in self._older:
                 raise StaleWeightsError(
-                    f"request {name} started on weight version {started} and would continue on "
-                    f"{version}; finish or abort all requests before a weight update"
+                    f"request {name} started on weight version {self._requests[name]} and would "
+                    f"continue on {version}; finish or abort all requests before a weight update"
                 )
             if blocks:
                 self._mark(blocks, version)
@@ -66,6 +80,7 @@ class PageVersions:
                 )
         self._mark(blocks, version)
         self._requests[name] = version
+        self._older.discard(name)
 
     def _mark(self, blocks: Any, version: int) -> None:
         for group in blocks:

@@ -49,10 +49,8 @@ class ConsistentSamplerV2(Sampler):
         tensors = None
         if top != NO_LOGPROBS:
             temperature = self.sampling_states.temperature.gpu[mapping]
-            ids, logprobs, ranks = score(
-                logits, sampled.to(torch.int64), temperature, int(top), self.impl
-            )
-            tensors = LogprobsTensors(ids.to(torch.int64), logprobs, ranks)
+            scored = score(logits, sampled.to(torch.int64), temperature, int(top), self.impl)
+            tensors = LogprobsTensors(*scored)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(input_batch.num_reqs),
             input_batch.seq_lens,
@@ -170,5 +168,5 @@ class ConsistentPromptLogprobsWorker(PromptLogprobsWorker):
             logits = logits_fn(hidden[start : start + PROMPT_ROWS])
             width = logits.shape[1] if top < 0 else top
             scored = score(logits, ids, temperature.expand(len(ids)), width, self.impl)
-            pieces.append(LogprobsTensors(scored[0].to(torch.int64), scored[1], scored[2]))
+            pieces.append(LogprobsTensors(*scored))
         return pieces

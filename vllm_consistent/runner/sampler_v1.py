@@ -40,7 +40,8 @@ class ConsistentSampler(Sampler):
             temperature = sampling_metadata.temperature
             if temperature is None:
                 temperature = torch.ones(len(sampled), dtype=torch.float32, device=logits.device)
-            tensors = LogprobsTensors(*score(logits, sampled, temperature, top, self.impl))
+            ids, logprobs, ranks = score(logits, sampled, temperature, top, self.impl)
+            tensors = LogprobsTensors(ids.to(torch.int32), logprobs, ranks)
         return SamplerOutput(
             sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=tensors
         )

@@ -43,13 +43,13 @@ def score(
         impl: implementation of token_logprobs.
 
     Returns:
-        (ids [T, 1 + top] int32, log-probs [T, 1 + top] fp32, rank [T]).
+        (ids [T, 1 + top] int64, log-probs [T, 1 + top] fp32, rank [T]).
     """
     wanted = candidates(logits, ids, temperature, top)
     scored = token_logprobs_from_logits(
         logits, wanted, temperature=temperature, entropy=False, impl=impl
     )
-    return wanted.to(torch.int32), scored.logprob, count_at_least(logits, ids)
+    return wanted, scored.logprob, count_at_least(logits, ids)
 
 
 def score_hidden(

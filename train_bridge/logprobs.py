@@ -11,7 +11,7 @@ from consistent_kernels.errors import ConsistencyError, invalid
 from train_bridge.causal_lm import is_sharded
 from train_bridge.hf import bridge_state
 from train_bridge.modules import Scoring, unwrapped
-from train_bridge.packing import PackedBatch
+from train_bridge.packing import PackedBatch, is_marked
 from train_bridge.weights import require_finite
 
 
@@ -53,12 +53,12 @@ def token_logprobs(
         model: bridged (possibly inside DDP or FSDP2).
         input_ids: [B, L]; padded with `attention_mask`, or packed ([1, T]) with `position_ids`
             that restart at 0.
-        attention_mask: [B, L], non-zero on real tokens; padding on either side.
+        attention_mask: [B, L], bool or 0/1, 1 on real tokens; padding on either side.
         position_ids: [B, L]; counts from 0 in each sequence.
         temperature: as sampled with: one number, or a float32 tensor [B], [B, 1] or [B, L] (where a
-            token stands). 0 (greedy) means 1.
-        response_mask: [B, L], non-zero on the tokens to score; all but the first of each sequence
-            by default. Other tokens cost no head.
+            token stands). 0 (greedy) means 1; vLLM samples at 0.01 what lies between.
+        response_mask: [B, L], bool or 0/1, 1 on the tokens to score; all but the first of each
+            sequence by default. Other tokens cost no head.
         valid_vocab: ids from here on are impossible (padded vocabulary rows).
         banned: impossible ids, [n] integers or a bool mask [V].
         entropy: whether to compute it.
@@ -118,7 +118,7 @@ def _scored_tokens(batch: PackedBatch, response_mask: torch.Tensor | None) -> to
             tuple(response_mask.shape),
             "It marks tokens of input_ids, prompt included",
         )
-    asked = response_mask.to(batch.ids.device) != 0
+    asked = is_marked("response_mask", response_mask.to(batch.ids.device), "token_logprobs")
     chosen = batch.take(asked)
     if int(chosen.sum()) != int(asked.sum()):
         raise invalid("token_logprobs", "response_mask", "0 on padding", "1 on some")
@@ -157,6 +157,7 @@ def _scattered(
         row, column = torch.isnan(scores).nonzero()[0].tolist()
         raise ConsistencyError(
             f"token_logprobs: NaN at row {row}, column {column} though every parameter is finite: "
-            "activations overflowed. Compare with an earlier checkpoint"
+            "activations overflowed, or valid_vocab and banned leave no token. Compare with an "
+            "earlier checkpoint"
         )
     return TokenScores(scores, spread(entropies) if entropies else None, mask.view(batch.shape))

@@ -10,6 +10,7 @@ import torch
 from consistent_kernels.attention import AttentionParameters, plan_attention
 from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import invalid
+from consistent_kernels.protocol.temperature import check_temperature
 from train_bridge.functions.ambient import plain_settings
 
 
@@ -108,10 +109,14 @@ class PackedBatch:
             tokens: [N] int64.
 
         Raises:
-            InvalidInputError: another shape, or a dtype that cannot hold the engine's divisor.
+            InvalidInputError: another shape, a dtype that cannot hold the engine's divisor, or a
+                value that vLLM would not divide by.
         """
+        if temperature is None:
+            return 1.0
         if not isinstance(temperature, torch.Tensor):
-            return 1.0 if temperature is None else float(temperature)
+            check_temperature("forward", temperature)
+            return float(temperature)
         if temperature.dtype not in (torch.float32, torch.float64):
             raise invalid(
                 "forward",
@@ -133,7 +138,9 @@ class PackedBatch:
                 f"of shape ({rows},), ({rows}, 1) or ({rows}, {width})",
                 tuple(temperature.shape),
             )
-        return self.take(grid.expand(rows, width)).index_select(0, tokens)
+        mine = self.take(grid.expand(rows, width)).index_select(0, tokens)
+        check_temperature("forward", mine)
+        return mine
 
     def kept(self, logits_to_keep: int | torch.Tensor) -> Kept | None:
         """Return the columns that Hugging Face's `logits_to_keep` leaves; None means all."""
@@ -207,7 +214,7 @@ def pack(
 
     Args:
         input_ids: [B, L] integers.
-        attention_mask: [B, L], non-zero on real tokens; None means all are.
+        attention_mask: [B, L], bool or 0/1, 1 on real tokens; None means all are.
         position_ids: [B, L] or [1, L] integers; must count from 0 in each sequence.
         cu_seqlens: [S + 1] ascending from 0 to B * L, as in varlen attention; without a mask only.
         vocab_size: ids lie below.
@@ -222,7 +229,8 @@ def pack(
     if attention_mask is None:
         index = torch.arange(rows * width, device=device)
     else:
-        index = attention_mask.to(device).reshape(-1).nonzero().squeeze(1)
+        real = is_marked("attention_mask", attention_mask.to(device))
+        index = real.reshape(-1).nonzero().squeeze(1)
     if index.numel() == 0:
         raise invalid("forward", "input_ids", "one real token at least", f"{rows}x{width} padding")
     ids = input_ids.reshape(-1)[index].long()
@@ -254,7 +262,7 @@ def _check_shapes(
     position_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor | Sequence[int] | None,
 ) -> None:
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
+    if input_ids.dim() != 2 or not _integral(input_ids):
         raise invalid(
             "forward",
             "input_ids",
@@ -271,7 +279,7 @@ def _check_shapes(
             "Give the 2-D padding mask; causality is built in",
         )
     if position_ids is not None and (
-        tuple(position_ids.shape) not in (shape, (1, shape[1])) or position_ids.is_floating_point()
+        tuple(position_ids.shape) not in (shape, (1, shape[1])) or not _integral(position_ids)
     ):
         raise invalid(
             "forward",
@@ -287,6 +295,31 @@ def _check_shapes(
             "both",
             "Remove the padding, or drop cu_seqlens",
         )
+
+
+def _integral(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def is_marked(name: str, mask: torch.Tensor, op: str = "forward") -> torch.Tensor:
+    """Return `mask` as bool.
+
+    Raises:
+        InvalidInputError: a value other than 0 and 1: an additive mask has 0 on the tokens that
+            count, and a mask of sequence numbers would join the sequences.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        wrong = mask[(mask != 0) & (mask != 1)].flatten()[0].item()
+        raise invalid(
+            op,
+            name,
+            "bool, or 0 and 1",
+            f"{mask.dtype} with {wrong}",
+            "1 marks a real token; sequences of a packed row are told apart by position_ids",
+        )
+    return mask != 0
 
 
 def _sequence_starts(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from consistent_kernels.errors import ConfigurationError, InvalidInputError
+from consistent_kernels.errors import ConfigurationError, ConsistencyError, InvalidInputError
 from consistent_kernels.testing import assert_bitwise_equal
 from train_bridge import compare_logprobs, token_logprobs
 
@@ -113,10 +113,14 @@ def test_token_logprobs_rejects_bad_masks_and_limits(
         token_logprobs(model, IDS, MASK, response_mask=on_padding)
     with pytest.raises(InvalidInputError, match="response_mask must be of shape"):
         token_logprobs(model, IDS, MASK, response_mask=on_first[:, 1:])
+    with pytest.raises(InvalidInputError, match="response_mask must be bool, or 0 and 1, got"):
+        token_logprobs(model, IDS, MASK, response_mask=torch.full(IDS.shape, torch.nan))
     with pytest.raises(InvalidInputError, match="micro_batch_size must be at least 1, got 0"):
         token_logprobs(model, IDS, MASK, micro_batch_size=0)
     with pytest.raises(InvalidInputError, match="temperature"):
         token_logprobs(model, IDS, MASK, temperature=-1.0)
+    with pytest.raises(ConsistencyError, match="valid_vocab and banned leave no token"):
+        token_logprobs(model, IDS, MASK, banned=torch.ones(1280, dtype=torch.bool))
     with pytest.raises(InvalidInputError, match="below 1280, got 1280 at row 1, column 1"):
         token_logprobs(model, torch.tensor([[1, 2], [3, 1280]]))
     with pytest.raises(InvalidInputError, match="max_position_embeddings"):

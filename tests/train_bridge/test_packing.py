@@ -99,6 +99,25 @@ def test_temperature_reaches_each_token() -> None:
         batch.per_token(torch.ones(3, 5), tokens)
 
 
+@pytest.mark.parametrize("value", [0.0099, 1e-6, -1.0, float("nan"), float("inf")])
+def test_temperature_that_vllm_does_not_divide_by_is_refused(value: float) -> None:
+    batch = pack(*padded("left"), **LIMITS)
+    tokens = torch.arange(9)
+    for given in (value, torch.tensor([1.0, 0.0, value])):
+        with pytest.raises(InvalidInputError, match=r"temperature must be 0 .* or at least 0\.01"):
+            batch.per_token(given, tokens)
+    # Of a row that is not scored nothing is asked.
+    first = tokens[: LENGTHS[0]]
+    assert torch.equal(batch.per_token(torch.tensor([1.0, 0.0, value]), first), first * 0 + 1.0)
+
+
+def test_lowest_temperature_is_vllms() -> None:
+    batch = pack(*padded("left"), **LIMITS)
+    assert batch.per_token(0.01, torch.arange(9)) == 0.01
+    rows = torch.full((3,), 0.01)
+    assert torch.equal(batch.per_token(rows, torch.arange(9)), torch.full((9,), 0.01))
+
+
 def test_kept_columns_follow_hugging_face() -> None:
     ids, mask = padded("right")
     batch = pack(ids, mask, **LIMITS)
@@ -118,6 +137,18 @@ def test_kept_columns_follow_hugging_face() -> None:
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask must be of shape"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "a gap before row 0, column 2"),
         ({"attention_mask": torch.zeros(1, 4)}, "one real token at least"),
+        (
+            {"attention_mask": torch.tensor([[0.0, 0.0, 0.0, -torch.inf]])},
+            "attention_mask must be bool, or 0 and 1, got torch.float32 with -inf",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 2, 2]])},
+            "got torch.int64 with 2.* told apart by position_ids",
+        ),
+        ({"attention_mask": torch.full((1, 4), torch.nan)}, "got torch.float32 with nan"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.bool)}, "integers .*, got torch.bool"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.complex64)}, "integers .*, got torch.complex"),
+        ({"position_ids": torch.ones(1, 4, dtype=torch.bool)}, "position_ids must be integers"),
         ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "must be 2 at row 0, column 2, got 3"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "must be 0 at row 0, column 0, got 1"),
         ({"position_ids": torch.zeros(3, 1, 4, dtype=torch.long)}, "position_ids must be integers"),

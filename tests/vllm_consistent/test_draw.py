@@ -49,3 +49,11 @@ def test_extreme_numbers_give_tokens_with_mass() -> None:
     one = torch.full((1, 3000), -float("inf"))
     one[0, 2999] = 5.0
     assert draw_tokens(one, torch.ones(1), uniform[1:]).tolist() == [2999]
+
+
+def test_a_row_without_mass_gives_an_id_of_the_vocabulary() -> None:
+    # The padding of the last tile is no token: an id of it would end the engine at the next step.
+    logits = torch.full((2, 1100), -float("inf"))
+    logits[1] = float("nan")
+    drawn = draw_tokens(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64))
+    assert bool(((drawn >= 0) & (drawn < 1100)).all())

@@ -23,7 +23,8 @@ def draw_tokens(
         uniform: [T] fp64 in [0, 1).
 
     Returns:
-        [T] int64.
+        [T] int64, in [0, V) also for a row of NaN: its log-prob is NaN, and the next step's
+        embedding must exist.
     """
     rows, vocab = logits.shape
     safe = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
@@ -41,4 +42,6 @@ def draw_tokens(
     token = torch.searchsorted(inside, target - before, right=True)
     # Rounding may put the target at the very end of the tile: take its last token with mass.
     last = torch.searchsorted(inside, inside[:, -1:].contiguous()).clamp_(max=_TILE - 1)
-    return (tile * _TILE + torch.minimum(token, last)).squeeze(1)
+    drawn = (tile * _TILE + torch.minimum(token, last)).squeeze(1)
+    # A row without any mass (NaN, or every token masked) ends in the padding of the last tile.
+    return drawn.clamp_(max=vocab - 1)

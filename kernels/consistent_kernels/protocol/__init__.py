@@ -7,6 +7,7 @@ from consistent_kernels.protocol.report import (
     check_reports,
     environment_facts,
 )
+from consistent_kernels.protocol.temperature import LOWEST_TEMPERATURE, check_temperature
 from consistent_kernels.protocol.weights import (
     TensorDigest,
     WeightDigest,
@@ -18,6 +19,7 @@ from consistent_kernels.protocol.weights import (
 
 __all__ = [
     "HANDOVER_NAME",
+    "LOWEST_TEMPERATURE",
     "ConsistencyReport",
     "Handover",
     "MismatchReport",
@@ -27,6 +29,7 @@ __all__ = [
     "WeightReceipt",
     "check_receipt",
     "check_reports",
+    "check_temperature",
     "compare_logprobs",
     "environment_facts",
     "split_handover",

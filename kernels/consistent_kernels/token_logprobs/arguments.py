@@ -60,6 +60,8 @@ def valid_width(op: str, valid_vocab: int | None, vocab: int) -> int:
     """Return the number of ids that exist."""
     if valid_vocab is None:
         return vocab
+    if isinstance(valid_vocab, bool | float):
+        raise invalid(op, "valid_vocab", "an integer", repr(valid_vocab))
     if not 1 <= valid_vocab <= vocab:
         raise invalid(op, "valid_vocab", f"between 1 and {vocab}", valid_vocab)
     return valid_vocab
@@ -71,6 +73,8 @@ def banned_mask(
     """Return bool [vocab] from ids [n] or a mask; None stays None."""
     if banned is None:
         return None
+    if not isinstance(banned, torch.Tensor):
+        raise invalid(op, "banned", "a tensor of ids or a bool mask", type(banned).__name__)
     if banned.dtype == torch.bool:
         if banned.shape != (vocab,):
             raise invalid(op, "banned", f"a mask of shape ({vocab},)", tuple(banned.shape))
@@ -82,6 +86,12 @@ def banned_mask(
             f"ids of shape (n,) or a bool mask of shape ({vocab},)",
             f"{banned.dtype} of shape {tuple(banned.shape)}",
         )
+    if banned.numel():
+        low, high = (int(value) for value in banned.aminmax())
+        if low < 0 or high >= vocab:
+            # -1 would count from the end and ban the last id.
+            outside = low if low < 0 else high
+            raise invalid(op, "banned", f"ids between 0 and {vocab - 1}", outside)
     mask = torch.zeros(vocab, dtype=torch.bool, device=device)
     mask[banned.to(device=device, dtype=torch.int64)] = True
     return mask

@@ -393,6 +393,14 @@ def test_token_logprobs_rejects_bad_inputs() -> None:
         token_logprobs_from_logits(logits, ids, temperature=torch.ones(3), impl="reference")
     with pytest.raises(InvalidInputError, match="valid_vocab must be between 1 and 8, got 9"):
         token_logprobs_from_logits(logits, ids, valid_vocab=9, **options)
+    with pytest.raises(InvalidInputError, match=r"valid_vocab must be an integer, got 4\.0"):
+        token_logprobs_from_logits(logits, ids, valid_vocab=4.0, **options)
+    # -1 would ban the last id.
+    for outside in (-1, 8):
+        with pytest.raises(InvalidInputError, match=f"ids between 0 and 7, got {outside}"):
+            token_logprobs_from_logits(logits, ids, banned=torch.tensor([2, outside]), **options)
+    with pytest.raises(InvalidInputError, match=r"banned must be a tensor .*, got list"):
+        token_logprobs_from_logits(logits, ids, banned=[1, 2], **options)
     with pytest.raises(InvalidInputError, match="banned must be ids of shape"):
         token_logprobs_from_logits(logits, ids, banned=torch.ones(8), **options)
     with pytest.raises(InvalidInputError, match=r"hidden, weight must be of shapes"):

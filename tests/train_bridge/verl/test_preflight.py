@@ -81,6 +81,7 @@ STOCK = "verl.workers.config.FSDPEngineConfig"
         ("actor_rollout_ref.actor.ppo_mini_batch_size", 32),
         ("data.gen_batch_size", 16),
         (f"{ROLLOUT}.temperature", 0),
+        (f"{ROLLOUT}.temperature", 0.005),
         (f"{ROLLOUT}.temperature", float("inf")),
         (f"{ROLLOUT}.seed", "soon"),
         (f"{ROLLOUT}.max_model_len", 100),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from consistent_kernels.protocol.temperature import LOWEST_TEMPERATURE, is_shared_temperature
 from train_bridge.verl.preflight.view import View, Violation
 
 EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
@@ -62,8 +62,14 @@ def _one_update(view: View) -> Iterator[Violation]:
 def _temperature(view: View) -> Iterator[Violation]:
     key = f"{_ROLLOUT}.temperature"
     value = view.get(key, 1.0)
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        yield Violation(key, value, "log-probs are divided by it on both sides", "a number above 0")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and value != 0 and is_shared_temperature(value)):
+        yield Violation(
+            key,
+            value,
+            "log-probs are divided by it on both sides, and vLLM raises lower ones",
+            f"a number of at least {LOWEST_TEMPERATURE}",
+        )
 
 
 def _seed(view: View) -> Iterator[Violation]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,12 @@ class DemoOptions:
 
     def check(self) -> None:
         """Raise ConfigurationError listing every argument that cannot be used."""
+        # Imported here: `--help` must not wait for torch.
+        from consistent_kernels.protocol.temperature import (
+            LOWEST_TEMPERATURE,
+            is_shared_temperature,
+        )
+
         violations = [
             f"--{name} must be at least {low}, got {getattr(self, name)}"
             for name, low in (("steps", 1), ("prompts", 1), ("samples", 2), ("seed", 0))
@@ -55,9 +60,10 @@ class DemoOptions:
             violations.append("GRPO compares the samples of one prompt: it needs two or more")
         if self.max_tokens < 1:
             violations.append(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
+        if self.temperature == 0 or not is_shared_temperature(self.temperature):
             violations.append(
-                f"--temperature must be a finite number above 0, got {self.temperature}"
+                f"--temperature must be finite and at least {LOWEST_TEMPERATURE} (vLLM samples "
+                f"lower ones at that), got {self.temperature}"
             )
         if self.data is not None and not self.data.is_file():
             violations.append(f"--data must be an existing file, got {self.data}")

@@ -18,7 +18,7 @@ using std::min;
 struct uint4 { unsigned x, y, z, w; };
 struct Index { int x, y, z; };
 
-constexpr int MOST_BLOCKS = 8, THREADS_OF_BLOCK = 1024;
+constexpr int MOST_BLOCKS = 8, THREADS_OF_BLOCK = BLOCK_THREADS;
 
 struct Fiber { ucontext_t context; int thread, block; bool done; };
 struct Barrier { int arrived = 0, turn = 0; };

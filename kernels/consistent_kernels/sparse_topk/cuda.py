@@ -7,6 +7,7 @@ shares a long row. Integers alone: neither the blocks of a row nor its keys in a
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -14,26 +15,36 @@ from consistent_kernels.alignment import aligned_rows
 from consistent_kernels.nvrtc import launch_cuda
 from consistent_kernels.sparse_topk.spec import (
     BLOCK_THREADS,
-    CLUSTERS,
+    BLOCKS,
     MANY_ROWS,
     VECTORS,
 )
 
 
-def cluster_and_vectors(rows: int, columns: int) -> tuple[int, int]:
-    """Return (blocks of a row, times four keys of a thread; 0 where they are read anew).
+class Shape(NamedTuple):
+    """How a row is shared; speed alone depends on it."""
 
-    Speed alone depends on them: few rows are cut among many blocks.
-    """
-    # A row may start up to three columns after an aligned one.
-    needed = -(-(columns + 3) // (4 * BLOCK_THREADS))
-    largest = CLUSTERS[-1] if rows <= MANY_ROWS else CLUSTERS[1]
-    cluster = next((c for c in CLUSTERS if c >= min(needed, largest)), largest)
-    each = -(-needed // cluster)
-    while each > VECTORS[-1] and cluster < CLUSTERS[-1]:
-        cluster *= 2
-        each = -(-needed // cluster)
-    return cluster, next((v for v in VECTORS if v >= each), 0)
+    blocks: int
+    """Blocks of a row, a cluster."""
+    vectors: int
+    """Times four keys that a thread holds; 0: they are read anew in each pass."""
+    threads: int = 1024
+    """Of a block."""
+    resident: int = 1
+    """Blocks that a multiprocessor must hold at once: fewer registers for each."""
+
+
+def row_shape(rows: int, columns: int) -> Shape:
+    """Return the shape for rows of at most `columns` scores: few rows are cut among many blocks."""
+    threads = BLOCK_THREADS[-1]
+    # A row's first vector begins at or before its start, so no row has more vectors than columns.
+    needed = -(-columns // (4 * threads))
+    largest = BLOCKS[-1] if rows <= MANY_ROWS else BLOCKS[1]
+    blocks = next((count for count in BLOCKS if count >= min(needed, largest)), largest)
+    while -(-needed // blocks) > VECTORS[-1] and blocks < BLOCKS[-1]:
+        blocks *= 2
+    each = -(-needed // blocks)
+    return Shape(blocks, next((v for v in VECTORS if v >= each), 0), threads)
 
 
 def sparse_topk_select(
@@ -41,13 +52,13 @@ def sparse_topk_select(
     starts: torch.Tensor,
     ends: torch.Tensor,
     k: int,
-    shape: tuple[int, int] | None = None,
+    shape: Shape | None = None,
 ) -> torch.Tensor:
     """Launch the kernel.
 
     Args:
         scores: [R, N] fp32; starts, ends: [R], both int32 or both int64.
-        shape: (blocks of a row, times four keys of a thread); None takes `cluster_and_vectors`.
+        shape: None takes `row_shape`.
 
     Returns:
         [R, k] int32.
@@ -60,7 +71,7 @@ def sparse_topk_select(
     if starts.dtype != ends.dtype:
         starts, ends = starts.long(), ends.long()
     starts, ends = starts.contiguous(), ends.contiguous()
-    cluster, vectors = shape or cluster_and_vectors(rows, columns)
+    shape = shape or row_shape(rows, columns)
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     # Rows lie along the grid's second dimension, which holds 65,535.
     for begin in range(0, rows, 65535):
@@ -69,9 +80,14 @@ def sparse_topk_select(
             "consistent_kernels.sparse_topk",
             "select.cu",
             "sparse_topk_kernel",
-            defines={"ROW_BLOCKS": cluster, "THREAD_VECTORS": vectors},
-            grid=(cluster, min(rows - begin, 65535), 1),
-            threads=BLOCK_THREADS,
+            defines={
+                "ROW_BLOCKS": shape.blocks,
+                "THREAD_VECTORS": shape.vectors,
+                "BLOCK_THREADS": shape.threads,
+                "RESIDENT_BLOCKS": shape.resident,
+            },
+            grid=(shape.blocks, min(rows - begin, 65535), 1),
+            threads=shape.threads,
             args=[
                 (scores[part].data_ptr(), pointer),
                 (starts[part].data_ptr(), pointer),

@@ -9,13 +9,14 @@
 //    counted again by further digits of the 64-bit key, as often as it takes.
 // 4. What reaches the threshold is written by descending place: ranks from ballots and warp counts.
 //
-// Compiled with ROW_BLOCKS (1, 2, 4 or 8) and THREAD_VECTORS (times four keys that a thread
-// holds: 1 to 8; 0 reads them anew) defined.
+// Compiled with these defined: ROW_BLOCKS (1, 2, 4 or 8), THREAD_VECTORS (times four keys that a
+// thread holds: 1 to 8; 0 reads them anew), BLOCK_THREADS (512 or 1024) and RESIDENT_BLOCKS (of a
+// multiprocessor).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int THREADS = 1024;
+constexpr int THREADS = BLOCK_THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 4096;
 constexpr int DIGIT = 11;          // bits of a refining count; 2^DIGIT <= BINS
@@ -341,7 +342,7 @@ __device__ __forceinline__ void select_row(
         __syncthreads();
 #pragma unroll
         for (int v = 0; v < ROUND; ++v) {
-            const u32 own = table[v * WARPS + lane];
+            const u32 own = lane < WARPS ? table[v * WARPS + lane] : 0u;
             u32 slot = before + warp_sum(lane < warp ? own : 0u) + rank_in_warp[v];
             before += warp_sum(own);
 #pragma unroll
@@ -390,7 +391,8 @@ __device__ __forceinline__ void sparse_topk(
 }
 
 // <kernel>
-extern "C" __global__ void __cluster_dims__(ROW_BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(ROW_BLOCKS, 1, 1)
+__launch_bounds__(THREADS, RESIDENT_BLOCKS)
 sparse_topk_kernel(
     const u32* scores, const void* starts, const void* ends, int* out, long long stride,
     int columns, int k, int wide

@@ -43,10 +43,10 @@ REGISTERS_FEW_ROWS, REGISTERS_MANY_ROWS = 128, 64
 multiprocessor, so that one counts while the other waits for memory; alone, 128 are faster (H200,
 32,768 positions: 34 against 48 us for 64 rows, 76 against 60 us for 256)."""
 
-BLOCK_THREADS = 1024
-"""CUDA: threads of a block, as in select.cu."""
+BLOCK_THREADS = (512, 1024)
+"""CUDA: threads of a block."""
 
-CLUSTERS = (1, 2, 4, 8)
+BLOCKS = (1, 2, 4, 8)
 """CUDA: blocks that share a row."""
 
 VECTORS = (1, 2, 4, 8)

@@ -13,8 +13,8 @@ from topk_cases import borders, hazard_scores
 
 from consistent_kernels.nvrtc import compile_cuda
 from consistent_kernels.sparse_topk import sparse_topk
-from consistent_kernels.sparse_topk.cuda import cluster_and_vectors
-from consistent_kernels.sparse_topk.spec import BLOCK_THREADS, CLUSTERS, VECTORS
+from consistent_kernels.sparse_topk.cuda import Shape, row_shape, sparse_topk_select
+from consistent_kernels.sparse_topk.spec import BLOCK_THREADS, BLOCKS, VECTORS
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES
 
@@ -26,9 +26,10 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("cluster", "vectors"), [(1, 1), (8, 2), (8, 0)])
-def test_sparse_topk_compiles_by_nvrtc(arch: int, cluster: int, vectors: int) -> None:
-    defines = {"ROW_BLOCKS": cluster, "THREAD_VECTORS": vectors}
+@pytest.mark.parametrize("shape", [Shape(1, 1), Shape(8, 2, 512, 2), Shape(8, 0)])
+def test_sparse_topk_compiles_by_nvrtc(arch: int, shape: Shape) -> None:
+    names = ("ROW_BLOCKS", "THREAD_VECTORS", "BLOCK_THREADS", "RESIDENT_BLOCKS")
+    defines = dict(zip(names, shape, strict=True))
     assert compile_cuda(PACKAGE, "select.cu", f"sm_{arch}", defines).startswith(b"\x7fELF")
 
 
@@ -40,15 +41,15 @@ def test_control_nvrtc_reports_what_does_not_compile() -> None:
 def test_sparse_topk_blocks_hold_every_row() -> None:
     for columns in (1, 4093, 4094, 32768, 131072, 163840, 1 << 20):
         for rows in (1, 64, 256):
-            cluster, vectors = cluster_and_vectors(rows, columns)
-            assert cluster in CLUSTERS
-            if vectors:
-                assert vectors in VECTORS
-                # A row that starts three columns after an aligned one needs three more.
-                assert cluster * vectors * 4 * BLOCK_THREADS >= columns + 3
+            shape = row_shape(rows, columns)
+            assert shape.blocks in BLOCKS
+            assert shape.threads in BLOCK_THREADS
+            if shape.vectors:
+                assert shape.vectors in VECTORS
+                assert shape.blocks * shape.vectors * 4 * shape.threads >= columns
 
 
-def build_for_cpu(folder: Path, *change: str) -> ctypes.CDLL:
+def build_for_cpu(folder: Path, threads: int, *change: str) -> ctypes.CDLL:
     """The source as a CPU library whose threads are fibers; GPU instructions are replaced."""
     source = (resources.files(PACKAGE) / "select.cu").read_text()
     if change:
@@ -58,8 +59,9 @@ def build_for_cpu(folder: Path, *change: str) -> ctypes.CDLL:
     body = rest.split("// </device>")[1].split("// <kernel>")[0]
     (folder / "select.h").write_text(before + body)
     command = [
-        "g++", "-O1", "-std=c++17", "-shared", "-fPIC", f'-DSOURCE="{folder / "select.h"}"',
-        f"-I{SUPPORT}", str(SUPPORT / "select_on_cpu.cpp"), "-o", str(folder / "select.so"),
+        "g++", "-O1", "-std=c++17", "-shared", "-fPIC", f"-I{SUPPORT}",
+        f"-DBLOCK_THREADS={threads}", f'-DSOURCE="{folder / "select.h"}"',
+        str(SUPPORT / "select_on_cpu.cpp"), "-o", str(folder / "select.so"),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
     return ctypes.CDLL(str(folder / "select.so"))
@@ -86,9 +88,11 @@ def run_on_cpu(
     return got
 
 
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build_for_cpu(tmp_path_factory.mktemp("select"))
+@pytest.fixture(scope="module", params=BLOCK_THREADS)
+def on_cpu(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ctypes.CDLL, int]:
+    return build_for_cpu(tmp_path_factory.mktemp("select"), request.param), request.param
 
 
 RANDOM, TIES, RELU, HUGE = "random", "ties", "relu", "huge"
@@ -109,9 +113,12 @@ RANDOM, TIES, RELU, HUGE = "random", "ties", "relu", "huge"
     ],
 )
 def test_sparse_topk_on_cpu_threads_equals_reference(
-    on_cpu: ctypes.CDLL, cluster: int, vectors: int, columns: int, k: int, values: str
+    on_cpu: tuple[ctypes.CDLL, int], cluster: int, vectors: int, columns: int, k: int, values: str
 ) -> None:
     """The CUDA source itself, run by fibers in a shuffled order: integers, so the GPU's answer."""
+    # The given columns fill the blocks of 1024 threads.
+    columns = columns * on_cpu[1] // 1024
+    k = min(k, columns // 2)
     pairs = [(0, columns), (columns // 7, columns - 5), (3, min(k + 3, columns)), (9, 8)]
     scores = hazard_scores(len(pairs), columns, seed=columns + k)
     if values == TIES:
@@ -122,14 +129,14 @@ def test_sparse_topk_on_cpu_threads_equals_reference(
         scores *= 1e9
     starts, ends = borders(*pairs)
     starts, ends = (starts.long(), ends.long()) if vectors == 0 else (starts, ends)
-    got = run_on_cpu(on_cpu, (cluster, vectors), scores, starts, ends, k)
+    got = run_on_cpu(on_cpu[0], (cluster, vectors), scores, starts, ends, k)
     # The last row's end is before its start, which the reference refuses: no position.
     ends[-1] = starts[-1]
     assert_bitwise_equal(got, sparse_topk(scores, starts, ends, k, impl="reference"))
 
 
 def test_control_a_wrong_rank_on_cpu_threads_differs(tmp_path: Path) -> None:
-    faulty = build_for_cpu(tmp_path, "larger == need - 1", "larger == need - 2")
+    faulty = build_for_cpu(tmp_path, 1024, "larger == need - 1", "larger == need - 2")
     scores, bounds = torch.zeros(1, 200), borders((0, 200))
     expected = sparse_topk(scores, *bounds, 100, impl="reference")
     assert not bitwise_equal(run_on_cpu(faulty, (1, 1), scores, *bounds, 100), expected)
@@ -137,13 +144,13 @@ def test_control_a_wrong_rank_on_cpu_threads_differs(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("vectors", [*VECTORS, 0])
-def test_sparse_topk_does_not_follow_its_blocks(cluster: int, vectors: int) -> None:
-    from consistent_kernels.sparse_topk.cuda import sparse_topk_select
-
-    columns = cluster * max(vectors, 3) * 4 * BLOCK_THREADS - 3
-    scores = hazard_scores(5, columns, seed=columns)
+@pytest.mark.parametrize("threads", BLOCK_THREADS)
+def test_sparse_topk_does_not_follow_its_blocks(blocks: int, vectors: int, threads: int) -> None:
+    shape = Shape(blocks, vectors, threads, 1024 // threads)
+    columns = blocks * max(vectors, 3) * 4 * threads
+    scores = hazard_scores(5, columns, seed=columns + 1)
     scores[3] = 0.0  # ties alone: resolved by place
     scores[4] *= 1e8  # beyond the bins
     pairs = [(0, columns), (3, columns - 5), (0, 2048), (columns // 5, columns), (1, columns)]
@@ -152,7 +159,7 @@ def test_sparse_topk_does_not_follow_its_blocks(cluster: int, vectors: int) -> N
         expected = sparse_topk(scores, *bounds, k, impl="reference").cuda()
         on_device = (scores.cuda(), *(border.cuda() for border in bounds))
         for _ in range(5):
-            got = sparse_topk_select(*on_device, k, (cluster, vectors))
+            got = sparse_topk_select(*on_device, k, shape)
             assert_bitwise_equal(got, expected)
 
 

@@ -14,6 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from train_bridge.causal_lm import CausalLMForward, DecoderForward
+from train_bridge.fp8 import Fp8ExpertsForward, Fp8LinearForward
 from train_bridge.modules import (
     AttentionForward,
     DecoderLayerForward,
@@ -34,6 +35,8 @@ def _consistent(forward: type, stock: type[nn.Module]) -> type[nn.Module]:
 
 
 ConsistentLinear = _consistent(LinearForward, nn.Linear)
+ConsistentFp8Linear = _consistent(Fp8LinearForward, nn.Linear)
+ConsistentFp8Linear.__qualname__ = "ConsistentFp8Linear"
 ConsistentEmbedding = _consistent(EmbeddingForward, nn.Embedding)
 ConsistentLMHead = _consistent(LMHeadForward, nn.Linear)
 ConsistentLMHead.__qualname__ = "ConsistentLMHead"
@@ -63,6 +66,8 @@ ConsistentQwen3MoeRMSNorm = _consistent(RMSNormForward, qwen3_moe.Qwen3MoeRMSNor
 ConsistentQwen3MoeMLP = _consistent(MLPForward, qwen3_moe.Qwen3MoeMLP)
 ConsistentQwen3MoeTopKRouter = _consistent(TopKRouterForward, qwen3_moe.Qwen3MoeTopKRouter)
 ConsistentQwen3MoeExperts = _consistent(ExpertsForward, qwen3_moe.Qwen3MoeExperts)
+ConsistentFp8Qwen3MoeExperts = _consistent(Fp8ExpertsForward, qwen3_moe.Qwen3MoeExperts)
+ConsistentFp8Qwen3MoeExperts.__qualname__ = "ConsistentFp8Qwen3MoeExperts"
 ConsistentQwen3MoeSparseMoeBlock = _consistent(
     SparseMoeBlockForward, qwen3_moe.Qwen3MoeSparseMoeBlock
 )
@@ -106,6 +111,13 @@ CONSISTENT: dict[type[nn.Module], type[nn.Module]] = {
     )
 }
 """Hugging Face class to ours. The output head is an nn.Linear too: `ConsistentLMHead`."""
+
+QUANTIZED: dict[type[nn.Module], tuple[type[nn.Module], tuple[str, ...]]] = {
+    nn.Linear: (ConsistentFp8Linear, ("weight",)),
+    qwen3_moe.Qwen3MoeExperts: (ConsistentFp8Qwen3MoeExperts, ("gate_up_proj", "down_proj")),
+}
+"""In a block-FP8 model: Hugging Face class to ours, and its parameters that are FP8. The head is an
+nn.Linear that is not quantized."""
 
 MODELS = (
     llama.LlamaForCausalLM,

@@ -15,9 +15,11 @@ from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
 from consistent_kernels.router import RouterParameters
 from train_bridge.causal_lm import is_sharded
-from train_bridge.classes import CONSISTENT, MODELS, UNUSED, ConsistentLMHead
+from train_bridge.classes import CONSISTENT, MODELS, QUANTIZED, UNUSED, ConsistentLMHead
+from train_bridge.functions.quantization import QuantizedWeights
+from train_bridge.masters import remember_quantization, served_quantization
 from train_bridge.modules import Bridged, unwrapped
-from train_bridge.state import BridgeState
+from train_bridge.state import BridgeState, WeightVersion
 from train_bridge.weights import follow_optimizers
 
 _MASTER_DTYPES = (torch.float32, torch.bfloat16)
@@ -39,7 +41,8 @@ def bridge_model(
     Args:
         model: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM or Qwen3MoeForCausalLM, fp32 or
             bf16 parameters.
-        contract: the engine's, whose implementations are taken; resolved from the model when None.
+        contract: the engine's, whose implementations and quantization are taken; resolved from the
+            model when None (block FP8 where its configuration says so: `load_masters`).
         device_type: "cpu" or "cuda", where the forward will run; where the parameters are, by
             default.
         program: "triton" takes our own kernels on CUDA and none out of vLLM's wheel, as
@@ -109,9 +112,11 @@ def _new_state(
         )
     violations: list[str] = []
     facts: ModelFacts | None = None
+    config = getattr(model, "config", None)
+    quantization = served_quantization(config, contract)
     try:
         facts = model_facts(
-            getattr(model, "config", None), "bfloat16", architecture=type(model).__name__
+            config, "bfloat16", architecture=type(model).__name__, quantization=quantization
         )
     except ConfigurationError as error:
         violations += error.violations
@@ -124,9 +129,14 @@ def _new_state(
         violations.append(f"parameters are on {device!r}; give device_type 'cpu' or 'cuda'")
     if violations:
         raise ConfigurationError(violations, f"model {type(model).__name__}")
+    remember_quantization(model, quantization)
+    resolved = resolve_contract(facts, device, only=program, like=contract)
+    version = WeightVersion()
     return BridgeState(
-        contract=resolve_contract(facts, device, only=program, like=contract),
+        contract=resolved,
         facts=facts,
+        version=version,
+        quantized=_quantized_weights(facts, resolved, version),
         device_type=device,
         rope=RopeParameters.from_hf_config(model.config),
         attention=AttentionParameters(
@@ -138,6 +148,15 @@ def _new_state(
         ),
         router=RouterParameters.from_hf_config(model.config) if facts.moe else None,
     )
+
+
+def _quantized_weights(
+    facts: ModelFacts, contract: Contract, version: WeightVersion
+) -> QuantizedWeights | None:
+    if facts.scale_format is None:
+        return None
+    impl = contract.implementation("quantization")
+    return QuantizedWeights(version, scale_format=facts.scale_format, impl=impl)
 
 
 def _model_violations(model: Any) -> list[str]:
@@ -173,10 +192,15 @@ def _model_violations(model: Any) -> list[str]:
 
 def _swap(model: nn.Module, state: BridgeState) -> None:
     head = model.get_output_embeddings()
+    quantized: list[str] = []
     for name, module in model.named_modules():
         kind = ConsistentLMHead if module is head else CONSISTENT.get(type(module))
         if kind is None:
             continue
+        if state.facts.quantization and module is not head and type(module) in QUANTIZED:
+            kind, parameters = QUANTIZED[type(module)]
+            quantized += [f"{name}.{parameter}" for parameter in parameters]
         module.__class__ = kind
         module._bridge = state
         module._bridge_name = name or type(module).__name__
+    state.quantized_names = frozenset(quantized)

@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.deep_gemm_start import Shape
 from consistent_kernels.token_logprobs.spec import BACKWARD_ROWS, STREAM_ROWS
+from train_bridge.fp8 import Fp8ExpertsForward, Fp8LinearForward
 from train_bridge.modules import LinearForward, LMHeadForward
 from train_bridge.moe import ExpertsForward, TopKRouterForward
 from train_bridge.state import BridgeState
@@ -25,7 +26,8 @@ def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> 
         NumericsError: a row's bits follow the number of rows on this machine.
         MissingBinaryError: a kernel does not compile.
     """
-    impls = {state.impl(op) for op in ("linear", "experts") if op in state.contract.programs}
+    ops = ("linear", "experts", "fp8_linear", "fp8_experts")
+    impls = {state.impl(op) for op in ops if op in state.contract.programs}
     if "deep_gemm" not in impls or tokens <= state.prepared_rows:
         return
     from consistent_kernels.deep_gemm_start import prepare
@@ -33,6 +35,7 @@ def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> 
     # Powers of two, so that growing batches prepare a few times and not at every step.
     rows = max(_FEWEST_ROWS, 1 << (tokens - 1).bit_length())
     shapes = _grouped_shapes(model, state, rows) | _dense_shapes(model, state, rows)
+    shapes |= _fp8_shapes(model, state, rows)
     prepare(shapes, torch.device("cuda", torch.cuda.current_device()))
     state.prepared_rows = rows
 
@@ -66,4 +69,22 @@ def _grouped_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> se
     shapes: set[Shape] = set()
     for module in experts:
         shapes.update(layer_shapes(*module.down_proj.shape, rows * state.router.top_k))
+    return shapes
+
+
+def _fp8_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> set[Shape]:
+    if "fp8_linear" not in state.contract.programs or state.impl("fp8_linear") != "deep_gemm":
+        return set()
+    from consistent_kernels.fp8_experts.deep_gemm_start import layer_shapes
+    from consistent_kernels.fp8_linear.deep_gemm import Fp8GemmShape
+    from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS
+
+    scale_format, shapes = state.facts.scale_format, set()
+    for module in model.modules():
+        if isinstance(module, Fp8LinearForward):
+            shape = (*module.weight.shape, min(rows, LARGEST_ROWS))
+            shapes.add(Fp8GemmShape(*shape, scale_format))
+        elif isinstance(module, Fp8ExpertsForward):
+            slots = rows * state.router.top_k
+            shapes.update(layer_shapes(*module.down_proj.shape, slots, scale_format))
     return shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from consistent_kernels.linear import prepare_weight
 from consistent_kernels.model_facts import ModelFacts
 from consistent_kernels.rotary import RopeParameters
 from consistent_kernels.router import RouterParameters
+
+if TYPE_CHECKING:
+    from train_bridge.functions.quantization import QuantizedWeights
 
 MODEL_DTYPE = torch.bfloat16
 """Activations and rounded weights; masters may be fp32."""
@@ -53,6 +56,8 @@ class BridgeState:
         prepared: rounded weights by module name; of experts by parameter name.
         router: of a mixture of experts, or None.
         prepared_rows: the most rows whose kernels are compiled and probed.
+        quantized: the FP8 weights of this version by parameter name, or None where there are none.
+        quantized_names: parameters that the forward reads in FP8.
     """
 
     contract: Contract
@@ -65,6 +70,8 @@ class BridgeState:
     prepared: dict[str, _Prepared] = dataclasses.field(default_factory=dict)
     router: RouterParameters | None = None
     prepared_rows: int = 0
+    quantized: QuantizedWeights | None = None
+    quantized_names: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model prepares its own weights.
@@ -94,6 +101,19 @@ class BridgeState:
             master: the parameter.
         """
         return self._kept(name, (master,), lambda: self._prepare_experts(master))
+
+    def quantized_weight(
+        self, name: str, master: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `master` in FP8 with its scales, quantized once per weight version.
+
+        Args:
+            name: of the parameter.
+            master: the parameter, [N, K] or [E, N, K].
+        """
+        if self.sharded:
+            return self.quantized.quantize(master)
+        return self.quantized.get(name, master)
 
     def _kept(
         self, name: str, masters: tuple[torch.Tensor, ...], prepare: Callable[[], torch.Tensor]

@@ -18,6 +18,7 @@ from consistent_kernels.protocol.weights import (
     check_receipt,
     state_digest,
 )
+from consistent_kernels.quantization.parameters import SCALE_SUFFIX
 from train_bridge.modules import Bridged, unwrapped
 from train_bridge.state import MODEL_DTYPE, WeightVersion
 
@@ -77,15 +78,26 @@ def weight_version(model: nn.Module) -> WeightVersion:
 
 
 def exported_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, bf16 tensor) of every parameter, as the forward rounds it.
+    """Yield (Hugging Face name, tensor) of every parameter, as the forward reads it.
 
-    A tied head is not repeated. FSDP2 shards are gathered, so all ranks must take part.
+    Parameters are rounded to bf16. Those of a block-FP8 model come as its checkpoints hold them:
+    float8_e4m3fn values, then fp32 scales under `<name>_scale_inv`. A tied head is not repeated.
+    FSDP2 shards are gathered, so all ranks must take part.
     """
-    for name, parameter in _bridged(model).hf_parameters():
+    inner = _bridged(model)
+    state = inner._bridge
+    for name, parameter in inner.hf_parameters():
         tensor = parameter.detach()
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
-        yield name, tensor.to(MODEL_DTYPE)
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else None
+        if name not in state.quantized_names:
+            yield name, (tensor if whole is None else whole).to(MODEL_DTYPE)
+            continue
+        if whole is not None:
+            values, scale = state.quantized.quantize(whole)
+        else:
+            values, scale = state.quantized_weight(name, parameter)
+        yield name, values
+        yield f"{name}{SCALE_SUFFIX}", scale
 
 
 def weight_receipt(model: nn.Module) -> WeightReceipt:
@@ -94,7 +106,7 @@ def weight_receipt(model: nn.Module) -> WeightReceipt:
 
 
 def check_prepared(model: nn.Module) -> None:
-    """Compare every kept rounded weight with its master, bit for bit.
+    """Compare every kept rounded or quantized weight with its master, bit for bit.
 
     Finds a master changed through `.data`, which no counter sees.
 
@@ -115,6 +127,8 @@ def check_prepared(model: nn.Module) -> None:
         ours = kept.weight.to(MODEL_DTYPE)
         if not torch.equal(rounded.view(torch.int16), ours.view(torch.int16)):
             stale.append(name if name in parameters else f"{name}.weight")
+    if state.quantized is not None:
+        stale += state.quantized.changed({name: parameters[name] for name in state.quantized_names})
     if stale:
         raise StaleWeightsError(
             f"{len(stale)} weight(s) changed without a new version: {_some(stale)}. Call "

@@ -92,7 +92,7 @@ class ConsistentWorkerMixin:
         model = self.model_runner.get_model()
         fuse_qk_norm(model)
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
-        self.served_weights = ServedWeights(model, tied)
+        self.served_weights = ServedWeights(model, tied, attached(self.vllm_config))
         self._prepare_kernels(model)
 
     def execute_model(self, scheduler_output: Any) -> Any:

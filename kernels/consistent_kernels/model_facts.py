@@ -14,6 +14,7 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+_QUANTIZED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -27,6 +28,8 @@ class ModelFacts:
         sliding_window: keys a query sees including itself, or None; equal for all layers.
         moe: router parameters, "intermediate_size" of an expert and "layers" (indices joined by
             commas) as (key, value) pairs; empty for a dense model.
+        quantization: BlockFp8Parameters as (key, value) pairs; empty where weights are not
+            quantized.
     """
 
     architecture: str
@@ -45,11 +48,17 @@ class ModelFacts:
     qkv_bias: bool
     qk_norm: bool
     moe: tuple[tuple[str, Scalar], ...] = ()
+    quantization: tuple[tuple[str, Scalar], ...] = ()
+
+    @property
+    def scale_format(self) -> str | None:
+        """Scales of FP8 weights, "fp32" or "ue8m0"; None where weights are not quantized."""
+        return dict(self.quantization).get("scale_format")
 
     def to_dict(self) -> dict[str, Scalar]:
-        """Return flat JSON types; rope entries become "rope.<key>", MoE entries "moe.<key>"."""
+        """Return flat JSON types; entries of pairs become "rope.<key>", "moe.<key>" and so on."""
         flat = dataclasses.asdict(self)
-        for name in ("rope", "moe"):
+        for name in ("rope", "moe", "quantization"):
             flat |= {f"{name}.{key}": value for key, value in flat.pop(name)}
         return flat
 
@@ -139,8 +148,6 @@ def _check_numerics(config: Any, dtype: str, head_dim: int, violations: list[str
         violations.append(f"hidden_act {config.hidden_act!r} is not supported; use 'silu'")
     if getattr(config, "mlp_bias", False):
         violations.append("mlp_bias=True is not supported")
-    if getattr(config, "quantization_config", None):
-        violations.append("quantized checkpoints are not supported; load bfloat16 weights")
     if getattr(config, "pretraining_tp", 1) != 1:
         violations.append(f"pretraining_tp={config.pretraining_tp} is not supported; use 1")
 
@@ -176,7 +183,42 @@ def _moe(config: Any, violations: list[str]) -> tuple[tuple[str, Scalar], ...]:
     return tuple(sorted((router | own).items()))
 
 
-def model_facts(config: Any, dtype: str, architecture: str | None = None) -> ModelFacts:
+def gate_names(config: Any, architecture: str) -> list[str]:
+    """Return the names of a model's routers, which are linear but never quantized."""
+    if architecture != "Qwen3MoeForCausalLM":
+        return []
+    return [f"model.layers.{layer}.mlp.gate" for layer in moe_layers(config)]
+
+
+def _quantization(
+    config: Any, given: Any, architecture: str, widths: dict[str, int], violations: list[str]
+) -> tuple[tuple[str, Scalar], ...]:
+    from consistent_kernels.quantization.parameters import BlockFp8Parameters
+    from consistent_kernels.quantization.spec import GROUP
+
+    if not given:
+        return ()
+    if architecture not in _QUANTIZED:
+        violations.append(
+            f"quantized checkpoints of {architecture} are not supported; supported: "
+            f"{', '.join(_QUANTIZED)}"
+        )
+    # A block must not hold rows of two parts of a fused weight, nor a row end inside a group.
+    ragged = [f"{name}={width}" for name, width in widths.items() if width % GROUP]
+    if ragged:
+        violations.append(f"FP8 needs widths in multiples of {GROUP}, got {', '.join(ragged)}")
+    try:
+        gates = gate_names(config, architecture)
+        parameters = BlockFp8Parameters.from_hf_config(given, gates=gates)
+    except UnsupportedError as error:
+        violations.append(str(error))
+        return ()
+    return tuple(sorted(parameters.to_dict().items()))
+
+
+def model_facts(
+    config: Any, dtype: str, architecture: str | None = None, quantization: Any = None
+) -> ModelFacts:
     """Read the facts of a Hugging Face style configuration.
 
     Args:
@@ -185,6 +227,8 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
         dtype: the model dtype, "bfloat16".
         architecture: the class name, where `config.architectures` may be unset (a model that was
             never saved).
+        quantization: how an engine serves these weights, in the form of `quantization_config`; the
+            configuration's own by default.
 
     Raises:
         ConfigurationError: every reason why no contract covers this model, at once.
@@ -208,6 +252,16 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
         violations.append(str(error))
     window = _sliding_window(config, architecture, violations)
     moe = _moe(config, violations) if architecture == "Qwen3MoeForCausalLM" else ()
+    widths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.num_attention_heads * head_dim,
+        "num_key_value_heads * head_dim": config.num_key_value_heads * head_dim,
+    }
+    if moe:
+        widths["moe_intermediate_size"] = config.moe_intermediate_size
+    given = quantization or getattr(config, "quantization_config", None)
+    quantized = _quantization(config, given, architecture, widths, violations)
     if violations:
         raise ConfigurationError(violations, f"model {architecture}")
     return ModelFacts(
@@ -227,4 +281,5 @@ def model_facts(config: Any, dtype: str, architecture: str | None = None) -> Mod
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture in _QK_NORM,
         moe=moe,
+        quantization=quantized,
     )

@@ -20,6 +20,9 @@ DENSE_OPS = (
     "token_logprobs",
 )
 MOE_BF16 = "moe_bf16_v1"
+DENSE_BLOCK_FP8 = "dense_block_fp8_v1"
+DENSE_FP8_OPS = (*DENSE_OPS, "fp8_linear", "quantization")
+MOE_BLOCK_FP8 = "moe_block_fp8_v1"
 SPARSE_BLOCK = "sparse_attention_block_v1"
 SPARSE_BLOCK_OPS = (
     "compressor",
@@ -41,6 +44,8 @@ SPARSE_BLOCK_OPS = (
 OPS_OF_CONTRACT = {
     DENSE_BF16: DENSE_OPS,
     MOE_BF16: (*DENSE_OPS, "experts", "router"),
+    DENSE_BLOCK_FP8: DENSE_FP8_OPS,
+    MOE_BLOCK_FP8: (*DENSE_FP8_OPS, "fp8_experts", "router"),
     SPARSE_BLOCK: SPARSE_BLOCK_OPS,
 }
 _SPEC_OF_OP = {"sparse_attention_fp8": ("sparse_attention", "FP8_SPEC")}
@@ -52,6 +57,8 @@ PROGRAMS = (None, "triton")
 
 def contract_name(facts: ModelFacts) -> str:
     """Return the name and version of the contract that covers a model."""
+    if facts.quantization:
+        return MOE_BLOCK_FP8 if facts.moe else DENSE_BLOCK_FP8
     return MOE_BF16 if facts.moe else DENSE_BF16
 
 
@@ -99,7 +106,7 @@ def choose_implementation(
 def resolve_contract(
     facts: ModelFacts, device_type: str, *, only: str | None = None, like: Contract | None = None
 ) -> Contract:
-    """Return the contract of a BF16 model on this machine's `device_type`.
+    """Return the contract of a model on this machine's `device_type`.
 
     Args:
         facts: what the model is, from `model_facts(config, dtype)`.

@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tiny_models import VOCAB, save_tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from consistent_kernels.errors import StaleWeightsError
 from consistent_kernels.testing import assert_bitwise_equal, flip_lowest_bit
 from train_bridge import bridge_model, compare_logprobs, push_weights, token_logprobs
+from train_bridge.masters import load_masters
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 129)
 NEW_TOKENS = 12
@@ -124,8 +125,7 @@ class ParityRelations:
 
     def load(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Load the checkpoint as a bridged trainer."""
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(self.device)
-        return bridge_model(model)
+        return bridge_model(load_masters(checkpoint, dtype).to(self.device))
 
     @pytest.fixture
     def trainer(self, checkpoint: Path) -> PreTrainedModel:
@@ -214,8 +214,7 @@ class ParityRelations:
 
     def test_control_stock_forward_diverges(self, engine: Any, checkpoint: Path) -> None:
         samples = rollout(engine, 4)
-        stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-        stock = stock.to(self.device)
+        stock = load_masters(checkpoint, torch.bfloat16).to(self.device)
         ids, attention, response = padded(samples, self.device)
         with torch.no_grad():
             logits = stock(ids, attention_mask=attention).logits.float()

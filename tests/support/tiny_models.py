@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from consistent_kernels.quantization import quantize_weight
 
 VOCAB = 1280
 _SHAPE = {
@@ -62,19 +66,31 @@ _CONFIGS = {
         },
     ),
 }
+_BLOCK_FP8 = {
+    # Widths in multiples of a block.
+    "qwen3_fp8": ("qwen3", {"hidden_size": 256, "intermediate_size": 384}),
+    "qwen3_moe_fp8": (
+        "qwen3_moe",
+        {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128},
+    ),
+}
+"""Block-FP8 family to the one that it quantizes, and what differs."""
 FAMILIES = tuple(_CONFIGS)
 
 
 def tiny_model(
     family: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
-    """Return a random model of `family` (one of FAMILIES) whose choices are peaked.
+    """Return a random model of `family` (one of FAMILIES, or the masters of a block-FP8 one).
 
-    Norm weights lie around 1 +- 0.2, biases are non-zero, and the head is scaled so that the
+    Its choices are peaked:
+
+    norm weights lie around 1 +- 0.2, biases are non-zero, and the head is scaled so that the
     mean log-prob of a sampled token is above -3: flat logits hide mismatches.
     """
+    family, widths = _BLOCK_FP8.get(family, (family, {}))
     model_class, config_class, own = _CONFIGS[family]
-    own = dict(own)
+    own = own | widths
     tie = own.pop("tie")
     if family == "qwen2":
         # Qwen2 derives its head dim from hidden_size.
@@ -98,7 +114,36 @@ def tiny_model(
 
 
 def save_tiny_model(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """Write `tiny_model` as an ordinary bf16 checkpoint without a tokenizer; returns the folder."""
+    """Write `tiny_model` as an ordinary checkpoint without a tokenizer; returns the folder.
+
+    In bf16, or as Qwen publishes block-FP8 models.
+    """
     model = tiny_model(family, seed=seed)
     model.save_pretrained(folder)
+    if family in _BLOCK_FP8:
+        quantize_checkpoint(folder)
     return folder
+
+
+def quantize_checkpoint(folder: Path) -> None:
+    """Turn a bf16 checkpoint of one file into block FP8, as Qwen publishes them."""
+    file = folder / "model.safetensors"
+    quantized: dict[str, torch.Tensor] = {}
+    kept = []
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            quantized[name] = tensor
+            kept.append(name.removesuffix(".weight"))
+            continue
+        values, scale = quantize_weight(tensor, scale_format="fp32", impl="reference")
+        quantized |= {name: values, f"{name}_scale_inv": scale}
+    save_file(quantized, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": [name for name in kept if "embed_tokens" not in name],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

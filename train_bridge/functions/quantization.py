@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from consistent_kernels.fp8_experts import quantize_expert_weight
 from consistent_kernels.quantization import quantize_weight
 from train_bridge.state import MODEL_DTYPE, WeightVersion
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
-"""(values [N, K] float8_e4m3fn, scale [ceil(N / 128), ceil(K / 128)] fp32)."""
+"""(values [N, K] float8_e4m3fn, scale [ceil(N / 128), ceil(K / 128)] fp32); of experts [E, ...]."""
 
 
 class QuantizedWeights:
@@ -36,17 +37,26 @@ class QuantizedWeights:
         self._kept: dict[str, tuple[tuple[int, ...], Quantized]] = {}
 
     def get(self, name: str, master: torch.Tensor) -> Quantized:
-        """Return the quantized form of `master` [N, K], made at its first use of this version."""
+        """Return the quantized form of `master`, made at its first use of this version.
+
+        Args:
+            name: of the parameter.
+            master: [N, K], or [E, N, K] of experts.
+        """
         if not self._keep:
-            return self._quantize(master)
+            return self.quantize(master)
         key = self._key(master)
         found = self._kept.get(name)
         if found is not None and found[0] == key:
             return found[1]
         self._kept.pop(name, None)  # first, so that two versions never stand side by side
-        quantized = self._quantize(master)
+        quantized = self.quantize(master)
         self._kept[name] = key, quantized
         return quantized
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy of the model quantizes its own weights.
+        return self.__dict__ | {"_kept": {}}
 
     def forget(self) -> None:
         """Free everything, for example before the engine wakes on the same device."""
@@ -59,7 +69,7 @@ class QuantizedWeights:
             found = self._kept.get(name)
             if found is None or found[0] != self._key(master):
                 continue  # would be made again before its next use
-            now = self._quantize(master)
+            now = self.quantize(master)
             same = (
                 torch.equal(a.view(torch.uint8), b.view(torch.uint8))
                 for a, b in zip(found[1], now, strict=True)
@@ -71,12 +81,16 @@ class QuantizedWeights:
     def _key(self, master: torch.Tensor) -> tuple[int, ...]:
         return self._version.value, master._version, master.data_ptr()
 
-    def _quantize(self, master: torch.Tensor) -> Quantized:
+    def quantize(self, master: torch.Tensor) -> Quantized:
+        """Return the quantized form of `master`, keeping nothing."""
+        options = {
+            "scale_format": self._scale_format,
+            "impl": self._impl,
+            "model_dtype": MODEL_DTYPE,
+        }
         # A tensor made in inference mode could not be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
-            return quantize_weight(
-                master,
-                scale_format=self._scale_format,
-                impl=self._impl,
-                model_dtype=MODEL_DTYPE,
-            )
+            if master.dim() == 3:
+                experts = quantize_expert_weight(master, **options)
+                return experts.values, experts.scale
+            return quantize_weight(master, **options)

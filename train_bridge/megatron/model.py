@@ -184,6 +184,8 @@ def _new_state(
     except ConfigurationError as error:
         violations += error.violations
     if facts is not None:
+        if facts.quantization:
+            violations.append("block-FP8 models are not bridged yet; bridge the Hugging Face model")
         violations += disagreements(model.config, facts, hf_config)
         violations += _model_violations(model, facts, hf_config)
     device = device_type or next((p.device.type for p in model.parameters()), "unknown")

@@ -19,6 +19,8 @@ from consistent_kernels.experts import experts, prepare_expert_weight
 from consistent_kernels.router import router
 from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
+from vllm_consistent.layers.fp8 import our_methods, scale_format_of
+from vllm_consistent.layers.fp8_experts import ConsistentFp8ExpertsMethod
 from vllm_consistent.layers.router import ConsistentGateMethod, router_parameters
 
 
@@ -71,10 +73,22 @@ class ConsistentExpertsMethod(FusedMoEMethodBase):
         for derived, weight, fresh in zip(self.prepared, weights, self.prepare(layer), strict=True):
             derived.rebuild(weight, fresh)
 
-    def weights(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return w13 and w2 as the op reads them."""
+    def run(
+        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
         w13, w2 = self.prepared
-        return w13.of(layer.w13_weight), w2.of(layer.w2_weight)
+        # A router chooses no expert twice, so any layout will do.
+        return experts(
+            x,
+            w13.of(layer.w13_weight),
+            w2.of(layer.w2_weight),
+            ids,
+            weights,
+            limit=layer.swiglu_limit,
+            layout="fastest",
+            impl=self.impl,
+        )
 
 
 class ConsistentRoutedExperts(RoutedExperts):
@@ -82,9 +96,18 @@ class ConsistentRoutedExperts(RoutedExperts):
 
     def _get_quant_method(
         self, prefix: str, quant_config: Any, moe_config: Any
-    ) -> ConsistentExpertsMethod:
-        impl = current_contract(type(self).__name__).implementation("experts")
-        return ConsistentExpertsMethod(moe_config, impl)
+    ) -> ConsistentExpertsMethod | ConsistentFp8ExpertsMethod:
+        contract = current_contract(type(self).__name__)
+        quantized = our_methods(quant_config, type(self).__name__) is not None
+        if quantized != (scale_format_of(contract) is not None):
+            raise UnsupportedError(
+                self.layer_name,
+                f"quantized={quantized} under contract {contract.name}",
+                ["the quantization of the contract"],
+            )
+        if quantized:
+            return ConsistentFp8ExpertsMethod(moe_config, contract)
+        return ConsistentExpertsMethod(moe_config, contract.implementation("experts"))
 
 
 class ConsistentMoERunner(MoERunner):
@@ -109,19 +132,7 @@ class ConsistentMoERunner(MoERunner):
         logits, _ = self.gate(hidden_states)
         ids, weights = router(logits, parameters=self.router_parameters, impl=self.router_impl)
         layer = self.routed_experts
-        method = layer.quant_method
-        w13, w2 = method.weights(layer)
-        # A router chooses no expert twice, so any layout will do.
-        return experts(
-            hidden_states,
-            w13,
-            w2,
-            ids,
-            weights,
-            limit=layer.swiglu_limit,
-            layout="fastest",
-            impl=method.impl,
-        )
+        return layer.quant_method.run(layer, hidden_states, ids, weights)
 
 
 def _refuse_unserved(runner: MoERunner) -> None:

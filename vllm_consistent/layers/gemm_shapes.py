@@ -6,8 +6,12 @@ import torch
 
 from consistent_kernels.deep_gemm_start import LARGEST_ROWS, Shape
 from consistent_kernels.experts.deep_gemm_start import layer_shapes
+from consistent_kernels.fp8_experts.deep_gemm_start import layer_shapes as fp8_layer_shapes
+from consistent_kernels.fp8_linear.deep_gemm import Fp8GemmShape
 from consistent_kernels.linear.deep_gemm_start import GemmShape, served_shapes
 from vllm_consistent.layers.embedding import ConsistentHeadMethod
+from vllm_consistent.layers.fp8 import ConsistentFp8LinearMethod
+from vllm_consistent.layers.fp8_experts import ConsistentFp8ExpertsMethod
 from vllm_consistent.layers.fused_moe import ConsistentRoutedExperts
 from vllm_consistent.layers.linear import ConsistentLinearMethod
 from vllm_consistent.layers.router import ConsistentGateMethod
@@ -27,7 +31,7 @@ def gemm_shapes(model: torch.nn.Module, max_tokens: int, max_requests: int) -> s
     rows = min(max_tokens, LARGEST_ROWS)
     head_rows = min(max(max_requests, PROMPT_ROWS), LARGEST_ROWS)
     dense: set[GemmShape] = set()
-    grouped: set[Shape] = set()
+    others: set[Shape] = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "impl", None) != DEEP_GEMM:
@@ -40,9 +44,14 @@ def gemm_shapes(model: torch.nn.Module, max_tokens: int, max_requests: int) -> s
             # With tied embeddings the embedding is the head; else it costs one shape too many.
             inner = module.weight.shape[1]
             dense.add(GemmShape(module.org_vocab_size, inner, head_rows, out_fp32=True))
+        elif isinstance(method, ConsistentFp8LinearMethod):
+            others.add(Fp8GemmShape(*module.weight.shape, rows, method.scale_format))
+        elif isinstance(method, ConsistentFp8ExpertsMethod):
+            slots = max_tokens * module.top_k
+            others.update(fp8_layer_shapes(*_sizes(module), slots, method.scale_format))
         elif isinstance(module, ConsistentRoutedExperts):
-            grouped.update(layer_shapes(*_sizes(module), max_tokens * module.top_k))
-    return served_shapes(dense) | grouped
+            others.update(layer_shapes(*_sizes(module), max_tokens * module.top_k))
+    return served_shapes(dense) | others
 
 
 def _sizes(layer: ConsistentRoutedExperts) -> tuple[int, int, int]:

@@ -1,4 +1,7 @@
-"""All linear layers: one fp32-accumulated GEMM with a fixed order, from a prepared weight."""
+"""All linear layers: one fp32-accumulated GEMM with a fixed order, from a prepared weight.
+
+A block-FP8 model's layers take `fp8.ConsistentFp8LinearMethod`; its gates and its head are here.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from consistent_kernels.linear import (
 )
 from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
+from vllm_consistent.layers.fp8 import ConsistentFp8LinearMethod, our_methods
 
 COLUMN_CUT = 64
 """Fused columns equal separate ones where the cuts are multiples of this (see `linear`)."""
@@ -83,8 +87,15 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
 
 
 class _LinearMixin:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, quant_config: Any = None, **kwargs: Any) -> None:
+        kind = type(self).__name__
+        super().__init__(*args, quant_config=our_methods(quant_config, kind), **kwargs)
+        if isinstance(self.quant_method, ConsistentFp8LinearMethod):
+            return
+        if type(self.quant_method) is not UnquantizedLinearMethod:
+            # A config given by position, say: its kernels would not be ours.
+            found = type(self.quant_method).__name__
+            raise UnsupportedError(kind, found, ["vLLM's unquantized method, or block FP8"])
         self.quant_method = ConsistentLinearMethod(self)
 
 

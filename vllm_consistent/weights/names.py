@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 
+from consistent_kernels.quantization.parameters import SCALE_SUFFIX
+from consistent_kernels.quantization.spec import GROUP
+
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """vLLM's fused module to the Hugging Face modules that it holds, in row order."""
 
-EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+EXPERTS = {
+    "w13_weight": "gate_up_proj",
+    "w13_weight_scale_inv": "gate_up_proj_scale_inv",
+    "w2_weight": "down_proj",
+    "w2_weight_scale_inv": "down_proj_scale_inv",
+}
 """Parameters of vLLM's RoutedExperts to those of the Hugging Face module that holds it."""
 
 
@@ -45,9 +53,11 @@ def checkpoint_parts(views: dict[str, torch.Tensor]) -> dict[str, dict[str, torc
         module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
             continue
-        leaves = FUSED.get(parameter, (parameter,))
+        matrix_name = parameter.removesuffix(SCALE_SUFFIX)
+        suffix = parameter.removeprefix(matrix_name)
+        leaves = FUSED.get(matrix_name, (matrix_name,))
         parts[name] = {
-            f"{module}.{expert}.{leaf}.weight": rows
+            f"{module}.{expert}.{leaf}.weight{suffix}": rows
             for expert, matrix in enumerate(stacked)
             for leaf, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True)
         }
@@ -63,7 +73,8 @@ def _split(
         return
     parts = FUSED.get(leaf)
     if parts is not None:
-        pieces = tensor.split(module.output_partition_sizes)
+        rows = GROUP if local.endswith(SCALE_SUFFIX) else 1
+        pieces = tensor.split([size // rows for size in module.output_partition_sizes])
         for part, piece in zip(parts, pieces, strict=True):
             yield f"{parent}.{part}.{local}", piece
         return

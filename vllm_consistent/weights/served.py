@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from consistent_kernels.contract import Contract
 from consistent_kernels.errors import (
     ConfigurationError,
     ConsistencyError,
@@ -16,6 +17,7 @@ from consistent_kernels.errors import (
 )
 from vllm_consistent.weights.names import checkpoint_parts, hf_views
 from vllm_consistent.weights.pages import PageVersions
+from vllm_consistent.weights.quantized import FP8, as_served, is_quantized
 
 TIED_HEAD = "lm_head.weight"
 TIED_TO = "model.embed_tokens.weight"
@@ -29,11 +31,14 @@ class ServedWeights:
         stale: why the weights may not be served now, or None.
     """
 
-    def __init__(self, model: torch.nn.Module, tied: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, tied: bool, contract: Contract | None = None
+    ) -> None:
         self.version = 0
         self.stale: str | None = None
         self._model = model
         self._tied = tied
+        self._contract = contract
         self._generation = 0
         self._pages = PageVersions()
         self._loaded: set[str] = set()
@@ -68,7 +73,8 @@ class ServedWeights:
 
         Args:
             weights: (name, tensor) pairs of any float dtype; rounded to the model dtype. Experts
-                come stacked, as transformers names them, or one by one, as checkpoints do.
+                come stacked, as transformers names them, or one by one, as checkpoints do. FP8
+                weights come with their scales, or as masters (see `quantized.as_served`).
             version: the trainer's counter; the old one plus 1 by default.
             finish: False when more buckets of the same update follow.
 
@@ -77,10 +83,18 @@ class ServedWeights:
             ConsistencyError: a tensor holds NaN or infinity; nothing was loaded.
             StaleWeightsError: the update ends without some weight.
         """
-        pairs = self._checked(dict(weights))
+        views = self._all_views()
+        pairs = self._checked(dict(weights), views)
+        pairs = as_served(pairs, views, self._contract)
         self.stale = "a weight update is under way; finish it first"
         with torch.no_grad():
-            self._load(pairs.items())
+            # vLLM's loader knows stacked experts, but not their scales.
+            direct = {name for name in pairs if is_quantized(name, views[name])}
+            for name in direct:
+                views[name].copy_(pairs[name])
+            rest = [(name, tensor) for name, tensor in pairs.items() if name not in direct]
+            if rest:
+                self._load(rest)
         self._loaded |= pairs.keys()
         if finish:
             self.finish(version, self._loaded)
@@ -144,10 +158,15 @@ class ServedWeights:
         )
         return self._load(weights)
 
-    def _checked(self, pairs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _all_views(self) -> dict[str, torch.Tensor]:
         views = self.views()
         for parts in checkpoint_parts(views).values():
             views |= parts
+        return views
+
+    def _checked(
+        self, pairs: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         checked = dict(pairs)
         if not all(isinstance(tensor, torch.Tensor) for tensor in checked.values()):
             raise InvalidInputError(
@@ -197,6 +216,9 @@ def _require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == FP8:
+        # e4m3fn has no infinity, and one NaN of either sign.
+        return tensor.numel() == 0 or int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
     # One pass without temporaries; aminmax propagates NaN.
     return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 

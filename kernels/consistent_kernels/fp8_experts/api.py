@@ -67,15 +67,17 @@ def quantize_expert_weight(
     require_implementation("quantize_expert_weight", impl, IMPLEMENTATIONS)
     if master.dim() != 3:
         raise invalid("quantize_expert_weight", "master", "[E, N, K]", tuple(master.shape))
-    pairs = [
-        quantize_weight(
-            expert.contiguous(),
-            scale_format=scale_format,
-            impl=quantization_of(impl),
-            model_dtype=model_dtype,
-        )
-        for expert in master
-    ]
+    options = {
+        "scale_format": scale_format,
+        "impl": quantization_of(impl),
+        "model_dtype": model_dtype,
+    }
+    experts, columns, inner = master.shape
+    if columns % BLOCK_K == 0:
+        # No block holds rows of two experts: one call for all of them.
+        values, scale = quantize_weight(master.reshape(-1, inner), **options)
+        return Fp8ExpertWeight(values.view(master.shape), scale.view(experts, -1, scale.shape[1]))
+    pairs = [quantize_weight(expert.contiguous(), **options) for expert in master]
     values, scales = zip(*pairs, strict=True)
     # float8 has no stack on some devices: bytes have.
     stacked = torch.stack([value.view(torch.uint8) for value in values]).view(_FP8)

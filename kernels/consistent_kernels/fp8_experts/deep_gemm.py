@@ -11,6 +11,7 @@ import torch
 
 from consistent_kernels.alignment import aligned
 from consistent_kernels.errors import NumericsError, UnsupportedError
+from consistent_kernels.experts.deep_gemm import calls
 from consistent_kernels.experts.deep_gemm_places import Places, expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places
 from consistent_kernels.fp8_experts.deep_gemm_rows import (
@@ -20,7 +21,7 @@ from consistent_kernels.fp8_experts.deep_gemm_rows import (
 )
 from consistent_kernels.fp8_linear.deep_gemm import check_supported
 from consistent_kernels.fp8_linear.probe import probe_operands
-from consistent_kernels.quantization import quantize_rows
+from consistent_kernels.quantization import quantize_rows, tma_aligned_scales
 from consistent_kernels.vendored import deep_gemm
 
 LAYOUTS = ("contiguous", "masked")
@@ -52,32 +53,41 @@ def grouped_gemm(
     # Blackwell packs exponents; the cast of a power of two is exact.
     options = {"disable_ue8m0_cast": scale_format != "ue8m0"}
     library = deep_gemm()
-    if places.capacity is None:
-        library.m_grouped_fp8_gemm_nt_contiguous(x, weight, y, places.expert, **options)
-    else:
+    if places.capacity is not None:
         shape = (experts, places.capacity)
         rows, out = (x[0].view(*shape, inner), x[1]), y.view(*shape, columns)
         # The last number is a hint from which the library picks a tile.
         hint = max(1, places.place.numel() // experts)
         library.m_grouped_fp8_gemm_nt_masked(rows, weight, out, places.count, hint, **options)
+        return y
+    first = 0
+    for size in calls(x[0].shape[0]):
+        part = slice(first, first + size)
+        rows = (x[0][part], tma_aligned_scales(x[1][part]))
+        library.m_grouped_fp8_gemm_nt_contiguous(
+            rows, weight, y[part], places.expert[part], **options
+        )
+        first += size
     return y
 
 
-def start(weight: Quantized, scale_format: str) -> None:
+def start(weight: Quantized, scale_format: str, layouts: tuple[str, ...] = LAYOUTS) -> None:
     """Raise unless a row's bits follow neither the layout nor the number of rows; once a shape.
 
     It waits for the device, so call it, or the op, once before any graph capture. The first use of
-    a shape compiles kernels, which DeepGEMM keeps on disk.
+    a shape compiles kernels, which DeepGEMM keeps on disk; `deep_gemm_start.prepare` over
+    `Fp8GroupedGemmShape`s compiles a model's in parallel and probes more row counts.
 
     Args:
         weight: values [E, N, K] and scale, as served.
+        layouts: which to hold against contiguous rows in one call.
 
     Raises:
         NumericsError: names the layout and the number of rows that differ.
     """
     experts, columns, inner = weight[0].shape
     device = weight[0].device
-    key = (experts, columns, inner, scale_format, device)
+    key = (experts, columns, inner, scale_format, device, layouts)
     if key in _started:
         return
     values, scale, *_ = probe_operands(LARGEST_ROWS, columns, inner, device)
@@ -89,7 +99,7 @@ def start(weight: Quantized, scale_format: str) -> None:
         return from_places(grouped_gemm(x, weight, places, scale_format), places)
 
     expected = run(LARGEST_ROWS, "contiguous")
-    for layout in LAYOUTS:
+    for layout in layouts:
         for rows in PROBED_ROWS:
             actual = run(rows, layout)
             if not torch.equal(actual.view(torch.int16), expected[:rows].view(torch.int16)):
@@ -135,8 +145,8 @@ def fp8_expert_outputs_deep_gemm(
         return x.new_empty((0, slots, columns))
     flat = aligned(ids.int().contiguous())
     places = expert_places(flat, w2.shape[0], masked=layout == "masked")
-    start((w13, w13_scale), scale_format)
-    start((w2, w2_scale), scale_format)
+    start((w13, w13_scale), scale_format, (layout,))
+    start((w2, w2_scale), scale_format, (layout,))
     values, scale = quantize_rows(x, scale_format=scale_format, impl="triton")
     rows = to_places(values, scale, places, slots)
     gate_up = grouped_gemm(rows, (w13, w13_scale), places, scale_format)

@@ -1,7 +1,14 @@
 """What FP8 experts compute, and the pinned schedule of each implementation."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from consistent_kernels.contract import OpSpec, Program, Scalar
 from consistent_kernels.program_source import source_sha256
+
+if TYPE_CHECKING:
+    from consistent_kernels.model_facts import ModelFacts
 
 SPEC = OpSpec(
     op="fp8_experts",
@@ -35,6 +42,7 @@ _EXPERTS = {
     "reference": ("experts/reference.py", "linear/tiles.py"),
     "triton": ("experts/triton_layout.py", "experts/triton.py", "alignment.py"),
     "deep_gemm": (
+        "experts/deep_gemm.py",
         "experts/deep_gemm_places.py",
         "experts/deep_gemm_rows.py",
         "experts/triton.py",
@@ -55,6 +63,13 @@ def quantization_of(impl: str) -> str:
 def experts_of(impl: str) -> str:
     """Return the implementation of `experts` whose combination `impl` uses."""
     return "reference" if impl == "reference" else "triton"
+
+
+def choose(device_type: str, arch: str | None = None, facts: ModelFacts | None = None) -> str:
+    """Return the implementation for a device, the one of `fp8_linear`; arguments as there."""
+    from consistent_kernels.fp8_linear import spec as fp8_linear
+
+    return fp8_linear.choose(device_type, arch, facts)
 
 
 def program(impl: str) -> Program:

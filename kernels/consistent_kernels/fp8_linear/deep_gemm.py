@@ -22,6 +22,7 @@ from consistent_kernels.fp8_linear.spec import (
     LARGEST_ROWS,
     PROBED_ROWS,
 )
+from consistent_kernels.linear.deep_gemm import pieces
 from consistent_kernels.quantization.layout import tma_aligned_scales
 from consistent_kernels.vendored import deep_gemm
 
@@ -69,16 +70,22 @@ def multiply(
     weight_scale: torch.Tensor,
     scale_format: str,
 ) -> torch.Tensor:
-    """One call of `fp8_gemm_nt`, unprobed; arguments as in `fp8_gemm_fwd`."""
+    """`fp8_gemm_nt` in calls of few sizes (see `linear.deep_gemm.pieces`), unprobed.
+
+    Arguments as in `fp8_gemm_deep_gemm`.
+    """
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    if x.shape[0]:
+    first = 0
+    for rows in pieces(x.shape[0]):
+        part = slice(first, first + rows)
         _library().fp8_gemm_nt(
-            (aligned(x), tma_aligned_scales(x_scale)),
+            (aligned(x[part]), tma_aligned_scales(x_scale[part])),
             (weight, weight_scale),
-            y,
+            y[part],
             # Blackwell packs exponents; the cast of a power of two is exact.
             disable_ue8m0_cast=scale_format != "ue8m0",
         )
+        first += rows
     return y
 
 

@@ -1,7 +1,14 @@
 """What an FP8 linear layer computes, and the pinned schedule of each implementation."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from consistent_kernels.contract import OpSpec, Program, Scalar
 from consistent_kernels.program_source import source_sha256
+
+if TYPE_CHECKING:
+    from consistent_kernels.model_facts import ModelFacts
 
 SPEC = OpSpec(
     op="fp8_linear",
@@ -44,7 +51,7 @@ _FILES = {
 _SHARED = {
     "reference": ("linear/tiles.py",),
     "triton": ("alignment.py",),
-    "deep_gemm": ("alignment.py", "vendored.py"),
+    "deep_gemm": ("linear/deep_gemm.py", "alignment.py", "vendored.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)
@@ -53,6 +60,20 @@ IMPLEMENTATIONS = tuple(_FILES)
 def quantization_of(impl: str) -> str:
     """Return the implementation of `quantization` that feeds `impl`."""
     return "reference" if impl == "reference" else "triton"
+
+
+def choose(device_type: str, arch: str | None = None, facts: ModelFacts | None = None) -> str:
+    """Return the implementation for a device; DeepGEMM on Hopper and Blackwell.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        arch: for "cuda", e.g. "sm_90".
+        facts: of the model: on Blackwell DeepGEMM reads power-of-two scales alone.
+    """
+    if device_type != "cuda":
+        return "reference"
+    ue8m0 = facts is not None and facts.scale_format == "ue8m0"
+    return "deep_gemm" if arch == "sm_90" or (arch == "sm_100" and ue8m0) else "triton"
 
 
 def program(impl: str) -> Program:

@@ -15,6 +15,8 @@ from consistent_kernels.errors import ContractMismatchError, invalid
 
 _COUNTED_AS = {
     "attention": ("attention_varlen", "attention_paged"),
+    "fp8_linear": ("fp8_gemm",),
+    "quantization": ("quantize_rows", "quantize_blocks"),
     "rms_norm": ("rms_norm", "add_rms_norm"),
 }
 """Ops of a contract whose calls are counted under other names (see `counters`)."""

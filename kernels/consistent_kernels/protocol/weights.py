@@ -1,11 +1,12 @@
 """Weight digests that add up over shards, and the receipt an engine gives for an update.
 
 The digest of a parameter [R, C] is sum over (r, c) of row_key(r) * column_key(c) * bits(r, c)
-mod 2^64, bits being the bf16 cast as a signed 16-bit integer and the keys odd pseudo-random 64-bit
-integers. So one changed element always changes the digest (an odd number times less than 2^16 is
-not 0 mod 2^64), two changes cancel with a chance near 2^-48, and the sums of row or column ranges
-add up to the whole: shards are digested where they lie, and a slice of a fused tensor has the
-digest of the parameter it holds. It finds mistakes; it is not proof against an adversary.
+mod 2^64, bits being the bf16 cast as a signed 16-bit integer (exact for FP8 values; of FP8 scales
+all 32 bits count) and the keys odd pseudo-random 64-bit integers. So one changed element always
+changes the digest (an odd number times less than 2^33 is not 0 mod 2^64), two changes cancel with a
+chance near 2^-48 (scales: 2^-31), and the sums of row or column ranges add up to the whole: shards
+are digested where they lie, and a slice of a fused tensor has the digest of the parameter it holds.
+It finds mistakes; it is not proof against an adversary.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from consistent_kernels.errors import StaleWeightsError, invalid
+from consistent_kernels.quantization.parameters import SCALE_SUFFIX
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 15}
 """Elements held as int64 at once. On a CPU the passes stay in cache, and up to ATen's grain of
@@ -49,7 +51,16 @@ def _keys(start: int, count: int, seed: int, device: torch.device) -> torch.Tens
     return (x ^ _shift_right(x, 31)) | 1
 
 
-def _sums(tensor: torch.Tensor, row_start: int, column_start: int) -> torch.Tensor:
+def _bits(tensor: torch.Tensor, exact: bool) -> tuple[torch.Tensor, int]:
+    """Return the bits that count as signed integers, and the mask of the exponent in them."""
+    if exact:
+        return tensor.float().contiguous().view(torch.int32), 0x7F800000
+    return tensor.to(torch.bfloat16).contiguous().view(torch.int16), 0x7F80
+
+
+def _sums(
+    tensor: torch.Tensor, row_start: int, column_start: int, exact: bool = False
+) -> torch.Tensor:
     """[2] int64 on the tensor's device: (digest, number of non-finite elements)."""
     tensor = tensor.detach()
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -61,10 +72,10 @@ def _sums(tensor: torch.Tensor, row_start: int, column_start: int) -> torch.Tens
     limit = _CHUNK_ELEMENTS.get(rows.device.type, _DEVICE_CHUNK_ELEMENTS)
     step = max(1, limit // rows.shape[1])
     for start in range(0, rows.shape[0], step):
-        bits = rows[start : start + step].to(torch.bfloat16).contiguous().view(torch.int16)
+        bits, exponent = _bits(rows[start : start + step], exact)
         weighted = bits.to(torch.int64).mul_(column_keys).sum(-1)
         total[0] += weighted.mul_(row_keys[start : start + step]).sum()
-        total[1] += ((bits & 0x7F80) == 0x7F80).sum()
+        total[1] += ((bits & exponent) == exponent).sum()
     return total
 
 
@@ -165,7 +176,8 @@ def state_digest(named: Iterable[tuple[str, torch.Tensor]]) -> WeightDigest:
 
     Args:
         named: (Hugging Face name, whole tensor) pairs. Slices of a fused tensor go in under the
-            names of the parameters they hold; a name given twice is an error.
+            names of the parameters they hold; a name given twice is an error. Of a name that ends
+            in "_scale_inv" (scales of FP8 weights) all 32 bits count.
     """
     sums: dict[str, torch.Tensor] = {}
     elements: dict[str, int] = {}
@@ -174,7 +186,8 @@ def state_digest(named: Iterable[tuple[str, torch.Tensor]]) -> WeightDigest:
             raise invalid("state_digest", "named", "of unique names", f"{name} twice")
         if not tensor.is_floating_point():
             raise invalid("state_digest", name, "floating point", tensor.dtype)
-        sums[name], elements[name] = _sums(tensor, 0, 0), tensor.numel()
+        exact = name.endswith(SCALE_SUFFIX)
+        sums[name], elements[name] = _sums(tensor, 0, 0, exact), tensor.numel()
     digests = {}
     for device in {part.device for part in sums.values()}:
         names = [name for name, part in sums.items() if part.device == device]

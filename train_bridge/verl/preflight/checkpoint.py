@@ -31,6 +31,10 @@ def violations(view: View) -> Iterator[Violation]:
         for line in getattr(error, "violations", [str(error)]):
             yield Violation(_PATH, str(folder), line, "a supported model")
         return
+    if facts.quantization:
+        why = "quantized checkpoint: verl streams bf16 weights, FP8 ones are not wired yet"
+        yield Violation(_PATH, str(folder), why, "a bfloat16 checkpoint")
+        return
     yield from _vocabulary(folder, facts)
     yield from _positions(view, config)
     yield from _digest(view, facts)

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.rollout.prompts import ChatPrompts, PromptSource, RandomPrompts
+from consistent_kernels.model_facts import gate_names
+from consistent_kernels.quantization import quantize_weight
+from consistent_kernels.quantization.parameters import SCALE_SUFFIX, BlockFp8Parameters
 from vllm_consistent import env
 from vllm_consistent.cli.demo.model_source import resolve_model
 from vllm_consistent.cli.demo.options import BUNDLED_MODEL
@@ -89,11 +92,23 @@ class MoeShape(Shape):
         )
 
 
+class Fp8MoeShape(MoeShape):
+    """A random Qwen3-MoE quantized to block FP8 by our function, as Qwen publishes such models."""
+
+    def config(self) -> Any:
+        """Return the Hugging Face configuration."""
+        config = super().config()
+        gates = gate_names(config, config.architectures[0])
+        config.quantization_config = BlockFp8Parameters().to_hf_config(gates)
+        return config
+
+
 MODELS: dict[str, Shape | None] = {
     "qwen3_8b": Shape(4096, 12288, 36, 32, 8, 128, 151_936, False),
     "qwen3_0_6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, True),
     # Qwen3-30B-A3B with 8 of its 48 layers, so that two engines start quickly beside each other.
     "qwen3_30b_a3b": MoeShape(2048, 6144, 8, 32, 4, 128, 151_936, False, 128, 8, 768),
+    "qwen3_30b_a3b_fp8": Fp8MoeShape(2048, 6144, 8, 32, 4, 128, 151_936, False, 128, 8, 768),
     "smollm2": None,
 }
 """Shape of a random model, or None for real weights."""
@@ -102,6 +117,7 @@ TINY_MODELS: dict[str, Shape | None] = {
     "qwen3_8b": Shape(192, 320, 2, 4, 2, 64, 1280, False),
     "qwen3_0_6b": Shape(128, 256, 2, 2, 1, 64, 1280, True),
     "qwen3_30b_a3b": MoeShape(128, 256, 2, 2, 1, 64, 1280, False, 8, 2, 64),
+    "qwen3_30b_a3b_fp8": Fp8MoeShape(128, 256, 2, 2, 1, 128, 1280, False, 8, 2, 128),
     "smollm2": Shape(128, 192, 2, 2, 1, 64, 1280, True),
 }
 
@@ -161,7 +177,7 @@ def _folder_name(name: str, shape: Shape) -> str:
 
 
 def random_checkpoint(shape: Shape, folder: Path) -> Path:
-    """Write a bf16 checkpoint of random weights; the same on every run on one kind of device.
+    """Write a checkpoint of random weights; the same on every run on one kind of device.
 
     The folder appears in one step, complete, and is used as it is where it exists.
     """
@@ -210,18 +226,26 @@ def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def random_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, bf16 tensor), drawn on the GPU where there is one."""
+    """Yield (Hugging Face name, tensor), bf16 or FP8; drawn on the GPU where there is one."""
     from transformers import AutoModelForCausalLM
 
+    config = shape.config()
+    quantized = isinstance(shape, Fp8MoeShape)
+    if quantized:
+        del config.quantization_config  # masters
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape.config())
+        model = AutoModelForCausalLM.from_config(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(_SEED)
     for name, parameter in model.named_parameters():  # a tied head is not named twice
         mean, std = _distribution(name, parameter.shape, shape)
         values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         values.normal_(mean, std, generator=generator)
-        yield from _published(name, values.to(torch.bfloat16))
+        for published, tensor in _published(name, values.to(torch.bfloat16)):
+            if quantized and published.endswith("_proj.weight"):
+                yield from _in_fp8(published, tensor)
+            else:
+                yield published, tensor
 
 
 def _published(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -234,6 +258,13 @@ def _published(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Ten
     for expert, stacked in enumerate(values):
         for part, rows in zip(parts, stacked.chunk(len(parts)), strict=True):
             yield f"{module}.{expert}.{part}.weight", rows.contiguous()
+
+
+def _in_fp8(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    impl = "triton" if values.is_cuda else "reference"
+    fp8, scale = quantize_weight(values, scale_format="fp32", impl=impl)
+    yield name, fp8
+    yield f"{name}{SCALE_SUFFIX}", scale
 
 
 def _distribution(name: str, size: torch.Size, shape: Shape) -> tuple[float, float]:

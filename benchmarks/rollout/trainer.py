@@ -18,9 +18,9 @@ class Trainer:
 
     def load(self, model: str) -> None:
         """Read the weights into memory of the CPU, where they wait."""
-        from transformers import AutoModelForCausalLM
+        from train_bridge.masters import load_masters
 
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self.model = load_masters(model, torch.bfloat16)
 
     def bridge(self, device: str, contract: dict[str, Any]) -> None:
         """Move the model to the device and bridge it, onto the engine's contract."""

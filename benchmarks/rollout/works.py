@@ -103,6 +103,10 @@ WORKS = (
          "qwen3_30b_a3b", 256, _MIXED, 256),
     Work("qwen3_30b_a3b.64", "Qwen3-30B-A3B shape, 8 layers, 64 requests x 256 tokens",
          "qwen3_30b_a3b", 64, _MIXED, 256),
+    Work("qwen3_30b_a3b_fp8.256", "Qwen3-30B-A3B shape in block FP8, 8 layers, 256 requests x 256 "
+         "tokens", "qwen3_30b_a3b_fp8", 256, _MIXED, 256),
+    Work("qwen3_30b_a3b_fp8.64", "Qwen3-30B-A3B shape in block FP8, 8 layers, 64 requests x 256 "
+         "tokens", "qwen3_30b_a3b_fp8", 64, _MIXED, 256),
     Work("smollm2.256", "SmolLM2-135M real weights, 256 requests x 256 tokens, mixed prompts",
          "smollm2", 256, (64, 777), 256),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.rollout import models
 from benchmarks.rollout.models import MODELS, TINY_MODELS, checkpoint, random_checkpoint
 from benchmarks.rollout.prompts import RandomPrompts
+from train_bridge.masters import load_masters
 
 SHAPES = {name: shape for name, shape in TINY_MODELS.items() if shape is not None}
 
@@ -21,7 +22,7 @@ SHAPES = {name: shape for name, shape in TINY_MODELS.items() if shape is not Non
 def test_random_checkpoint_is_peaked_whole_and_repeatable(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
     folder = random_checkpoint(shape, tmp_path / "a")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_masters(folder, torch.float32)
     assert model.config.tie_word_embeddings == shape.tie_word_embeddings
     ids = torch.randint(16, shape.vocab_size, (4, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -93,3 +94,19 @@ def test_experts_stand_one_by_one_as_published(tmp_path: Path) -> None:
     layer = model.model.layers[1].mlp.experts
     up = written["model.layers.1.mlp.experts.7.up_proj.weight"]
     assert torch.equal(layer.gate_up_proj[7, 64:], up)
+
+
+def test_a_block_fp8_checkpoint_is_as_qwen_publishes_them(tmp_path: Path) -> None:
+    found = checkpoint("qwen3_30b_a3b_fp8", tmp_path, shapes=TINY_MODELS)
+    config = json.loads((found.path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "fp8"
+    assert config["weight_block_size"] == [128, 128]
+    assert "model.layers.1.mlp.gate" in config["modules_to_not_convert"]
+    written = dict(models.random_weights(TINY_MODELS["qwen3_30b_a3b_fp8"]))
+    for name in ("model.layers.1.mlp.experts.7.up_proj", "model.layers.0.self_attn.q_proj"):
+        assert written[f"{name}.weight"].dtype == torch.float8_e4m3fn
+        assert written[f"{name}.weight_scale_inv"].dtype == torch.float32
+    for name in ("model.layers.1.mlp.gate", "lm_head", "model.norm"):
+        assert written[f"{name}.weight"].dtype == torch.bfloat16
+    model = load_masters(found.path, torch.bfloat16)
+    assert model.config.served_quantization == config

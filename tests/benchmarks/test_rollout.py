@@ -276,7 +276,7 @@ def test_enough_is_evenly_spread_and_no_more() -> None:
 
 def test_works_cover_the_table_and_keys_are_unique() -> None:
     assert len({work.key for work in WORKS}) == len({work.name for work in WORKS}) == len(WORKS)
-    models = {"qwen3_8b", "qwen3_0_6b", "qwen3_30b_a3b", "smollm2"}
+    models = {"qwen3_8b", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_30b_a3b_fp8", "smollm2"}
     assert {work.model for work in WORKS} == models
 
 

@@ -16,7 +16,7 @@ from consistent_kernels.errors import UnsupportedError, invalid
 from consistent_kernels.testing import hazard_activations
 
 _DISTINCT_ROWS = 257
-_CPU_IMPLEMENTATIONS = ("reference", "onednn")
+_CPU_IMPLEMENTATIONS = ("reference", "onednn", "llvm")
 
 
 @dataclasses.dataclass(frozen=True)

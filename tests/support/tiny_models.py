@@ -58,7 +58,7 @@ _CONFIGS = {
             "head_dim": 128,
             "num_experts": 16,
             "num_experts_per_tok": 4,
-            "moe_intermediate_size": 96,
+            "moe_intermediate_size": 128,
             "norm_topk_prob": True,
             # One dense layer among the experts, as the configuration allows.
             "mlp_only_layers": [1],

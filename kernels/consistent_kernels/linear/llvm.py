@@ -178,7 +178,7 @@ def operand(x: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def _no_bias(columns: int) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.zeros(columns)
+        return torch.zeros(columns, dtype=torch.float32)
 
 
 def padded_bias(bias: torch.Tensor | None, packed: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,16 @@ from consistent_kernels import vendored
 from consistent_kernels.attention import AttentionParameters, flash_attn
 
 HEADS = ((9, 3, 64), (14, 2, 64), (8, 8, 80), (8, 2, 96), (32, 8, 128), (16, 2, 256))
-MASKS = (("causal", 2), ("causal", 1024), ("window", 2), ("window", 1024), ("window", 65536))
-"""(mask, the least max_seqlen_q that FA3 is told)."""
+MASKS = (
+    *(("causal", 2), ("causal", 1024), ("window", 2), ("window", 1024), ("window", 65536)),
+    ("one group", 2),
+)
+"""(mask, the least max_seqlen_q that FA3 is told).
+
+"one group" is causal for queries inside a split, no mask for those behind it, and always tells FA3
+that, however many queries come: at head dims 64 and 128 it then takes one warp group and one tile for
+every phase, the one that stock decodes with (hopper/heuristics.h, `use_one_mma_wg`). Not measured yet.
+"""
 
 LENGTHS, SPLITS, CHUNKS = (1, 17, 65, 300, 1100), (128, 512, 4096), (1, 2, 7, 16, 64, 150, 500)
 _FAR = 1 << 20
@@ -45,16 +53,17 @@ def forward_under(mask: str, at_least: int) -> Callable[..., tuple[torch.Tensor,
         out: torch.Tensor | None = None,
         sees_all: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        queries = max(max_q, at_least)
-        causal = mask == "causal" and not sees_all
-        left = -1 if causal else _FAR
-        right = queries + 1 if sees_all else 0
+        one_group = mask == "one group"
+        queries = at_least if one_group else max(max_q, at_least)
+        causal = mask != "window" and not sees_all
+        left = -1 if causal or one_group else _FAR
+        right = (-1 if one_group else queries + 1) if sees_all else 0
         starts = keys.starts if keys.table is None else None
         result = vendored.flash_attn_3().fwd(
             q, keys.k, keys.v, None, None, None, out, cu_q, starts, None, used_q, keys.lens,
-            queries + 3 if sees_all else queries, 2 * _FAR, keys.table, None, None, None, None,
-            None, None, None, None, params.scale, causal, left, right, 0.0, True, None, 1, None, 0,
-            None, 1, 0, None,
+            queries + 3 if sees_all and not one_group else queries, 2 * _FAR, keys.table, None,
+            None, None, None, None, None, None, None, params.scale, causal, left, right, 0.0, True,
+            None, 1, None, 0, None, 1, 0, None,
         )  # fmt: skip
         return result[0], result[1]
 

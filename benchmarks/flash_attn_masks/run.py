@@ -31,8 +31,9 @@ MASKS = (
 """(mask, the least max_seqlen_q that FA3 is told).
 
 "one group" is causal for queries inside a split, no mask for those behind it, and always tells FA3
-that, however many queries come: at head dims 64 and 128 it then takes one warp group and one tile for
-every phase, the one that stock decodes with (hopper/heuristics.h, `use_one_mma_wg`). Not measured yet.
+that, however many queries come: at head dims 64 and 128 it then takes one warp group and one tile
+for every phase, the one that stock decodes with (hopper/heuristics.h, `use_one_mma_wg`). Not
+measured yet.
 """
 
 LENGTHS, SPLITS, CHUNKS = (1, 17, 65, 300, 1100), (128, 512, 4096), (1, 2, 7, 16, 64, 150, 500)

@@ -104,16 +104,27 @@ def read_capture(folder: Path) -> Capture:
     """Read what `write_capture` wrote.
 
     Raises:
-        InvalidInputError: the folder holds no capture.
+        InvalidInputError: the folder holds no capture, or a damaged one.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not (folder / _JSON).is_file() or not (folder / _TENSORS).is_file():
         raise invalid("capture", "FOLDER", f"a folder with {_JSON} and {_TENSORS}", folder)
-    head = json.loads((folder / _JSON).read_text())
-    tensors = load_file(folder / _TENSORS)
-    samples = [
-        CapturedSample(**entry, **{name: tensors[f"{number}/{name}"] for name in _FIELDS})
-        for number, entry in enumerate(head.pop("samples"))
-    ]
-    return Capture(**head, samples=samples)
+    try:
+        head = json.loads((folder / _JSON).read_text())
+        tensors = load_file(folder / _TENSORS)
+        head["report"]["mismatched_tokens"], head["report"]["num_tokens"]
+        samples = [
+            CapturedSample(**entry, **{name: tensors[f"{number}/{name}"] for name in _FIELDS})
+            for number, entry in enumerate(head.pop("samples"))
+        ]
+        return Capture(**head, samples=samples)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise invalid(
+            "capture",
+            "FOLDER",
+            "a whole capture",
+            f"{folder}, which cannot be read ({type(error).__name__}: {error})",
+            "The run may have been stopped while it wrote; take the capture of another step",
+        ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from consistent_kernels.errors import ConfigurationError, LogprobMismatchError
 from consistent_kernels.protocol import MismatchReport, compare_logprobs
@@ -136,8 +137,16 @@ def capture_of(
 def react(
     comparison: StepComparison, policy: MismatchPolicy, capture: Capture
 ) -> LogprobMismatchError:
-    """Write the capture and return the error that says everything; the caller raises or logs it."""
-    folder = write_capture(Path(policy.capture_dir) / f"step_{capture.step:06d}", capture)
+    """Write the capture and return the error that says everything; the caller raises or logs it.
+
+    A capture that cannot be written (a full disk) does not hide the mismatch: the error says so.
+    """
+    folder = Path(policy.capture_dir) / f"step_{capture.step:06d}"
+    try:
+        write_capture(folder, capture)
+        left = f"Capture: {folder}; read it with `vllm-consistent capture {folder}`"
+    except (OSError, SafetensorError) as error:
+        left = f"No capture: {folder} could not be written ({error})"
     first = comparison.report.first
     key = "" if first is None else f" (sample {first.sample} is {comparison.keys[first.sample]})"
     try:
@@ -146,7 +155,7 @@ def react(
         return LogprobMismatchError(
             f"step {capture.step}: {error}{key}. Weights {capture.weights.get('total', '')[:16]} "
             f"version {capture.weights.get('version')}, contract "
-            f"{str(capture.contract.get('digest'))[:16]}. Capture: {folder}; read it with "
-            f"`vllm-consistent capture {folder}`. true_on_policy.on_mismatch={WARN} goes on instead"
+            f"{str(capture.contract.get('digest'))[:16]}. {left}. "
+            f"true_on_policy.on_mismatch={WARN} goes on instead"
         )
     raise AssertionError("react is called on a mismatch")

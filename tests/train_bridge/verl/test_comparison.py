@@ -129,6 +129,39 @@ def test_capture_rejects_another_folder(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["capture", str(tmp_path)]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("capture.json", b"{"),
+        ("capture.json", b"{}"),
+        ("capture.json", b"\xff\xfe"),
+        ("capture.json", b'{"report": {"mismatched_tokens": 1, "num_tokens": 9}, "samples": []}'),
+        ("tensors.safetensors", b""),
+        ("tensors.safetensors", b"garbage" * 9),
+    ],
+)
+def test_capture_rejects_a_damaged_folder(tmp_path: Path, file: str, content: bytes) -> None:
+    fields = step()
+    flipped(fields, 1, 0)
+    found, kept = capture(fields)
+    react(found, MismatchPolicy(capture_dir=str(tmp_path)), kept)
+    folder = tmp_path / "step_000012"
+    (folder / file).write_bytes(content)
+    shown = CliRunner().invoke(app, ["capture", str(folder)])
+    assert shown.exit_code == 2
+    assert "FOLDER must be a whole capture" in shown.output
+
+
+def test_reaction_names_the_mismatch_where_no_capture_can_be_written(tmp_path: Path) -> None:
+    fields = step()
+    flipped(fields, 1, 1)
+    found, kept = capture(fields)
+    (tmp_path / "file").touch()
+    text = str(react(found, MismatchPolicy(capture_dir=str(tmp_path / "file")), kept))
+    assert "sample 1, position 1" in text
+    assert "No capture" in text
+
+
 def test_policy_rejects_another_reaction() -> None:
     with pytest.raises(ConfigurationError, match="on_mismatch"):
         MismatchPolicy(on_mismatch="ignore")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from vllm_consistent.cli import exit_codes
 from vllm_consistent.cli.demo import command
+from vllm_consistent.cli.demo.data import JsonlProblems
 from vllm_consistent.cli.demo.options import DemoOptions
 from vllm_consistent.cli.main import app
 
@@ -50,7 +51,7 @@ def test_help_does_not_import_torch_or_vllm() -> None:
     [
         (["--steps", 0], "--steps must be at least 1, got 0"),
         (["--samples", 1], "--samples must be at least 2, got 1"),
-        (["--temperature", 0], "--temperature must be a finite number above 0"),
+        (["--temperature", 0], "--temperature must be finite and at least 0.01"),
         (["--model", "/absent"], "--model must be"),
         (["--data", "/absent"], "--data must be an existing file"),
         (["--steps", "many"], "integer"),
@@ -158,6 +159,59 @@ def test_resume_rejects_other_options(tmp_path: Path) -> None:
     result = invoke("--resume", "--out", tmp_path, "--samples", 4)
     assert result.exit_code == exit_codes.USAGE
     assert "--samples was 8" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": None}, "prompts is None: run.json is damaged"),
+        ({"seed": True}, "seed is True"),
+        ({"model": 3, "steps": "5"}, "refused for 2 reason"),
+    ],
+)
+def test_resume_rejects_a_damaged_record(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    recorded = DemoOptions(out=tmp_path).to_dict() | changes
+    (tmp_path / "run.json").write_text(json.dumps({"options": recorded}))
+    result = invoke("--resume", "--out", tmp_path)
+    assert result.exit_code == exit_codes.USAGE
+    assert message in " ".join(result.output.split())
+
+
+def test_resume_rejects_changed_problems(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"prompt": "1 + 1?", "answer": 2}\n')
+    out = tmp_path / "out"
+    out.mkdir()
+    options = DemoOptions(model=str(tiny_checkpoint), data=data, out=out).to_dict()
+    record = {"options": options, "problems": JsonlProblems(data).describe()}
+    (out / "run.json").write_text(json.dumps(record))
+    data.write_text('{"prompt": "1 + 2?", "answer": 3}\n')
+    result = invoke("--resume", "--out", out)
+    assert result.exit_code == exit_codes.USAGE
+    assert "--data must be as when the run began (sums.jsonl: 1 problems" in result.output
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{", "a folder with a readable config.json"),
+        ("config.json", "[]", "no object in it"),
+        ("config.json", '{"model_type": "nonsense"}', "a folder that AutoConfig reads"),
+        ("tokenizer.json", "{", "a folder that AutoTokenizer reads"),
+    ],
+)
+def test_rejects_a_model_folder_with_a_damaged_file(
+    tmp_path: Path, tiny_checkpoint: Path, file: str, text: str, message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    (folder / file).write_text(text)
+    result = invoke("--out", tmp_path / "out", "--model", folder)
+    assert result.exit_code == exit_codes.USAGE, result.output
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_default_folder_is_new_and_resume_finds_the_newest(

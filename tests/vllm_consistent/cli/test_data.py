@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
 from vllm_consistent.cli.demo.data import Arithmetic, JsonlProblems, load_jsonl, render
@@ -74,6 +75,8 @@ def test_jsonl_problems_go_round(tmp_path: Path) -> None:
         ('{"prompt": [], "answer": 1}', "non-empty list"),
         ('{"prompt": [{"role": "tool", "content": "x"}], "answer": 1}', "non-empty list"),
         ('{"prompt": 3, "answer": 1}', "prompt must be a text"),
+        ('{"prompt": "\\ud800", "answer": 1}', "surrogates not allowed"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_jsonl_rejects_a_broken_line_by_number(tmp_path: Path, line: str, message: str) -> None:
@@ -118,6 +121,26 @@ class PlainTokenizer:
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
+
+
+class StrictTokenizer:
+    """Its template wants another role first, as some models' do."""
+
+    chat_template = "{{ raise_exception('no system role') }}"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        raise TemplateError("no system role")
+
+
+def test_render_says_what_a_template_does_not_take() -> None:
+    messages = [{"role": "system", "content": "a"}]
+    with pytest.raises(InvalidInputError, match=r"roles \['system'\]: no system role"):
+        render(StrictTokenizer(), messages)
+
+
+def test_render_rejects_a_prompt_without_tokens() -> None:
+    with pytest.raises(InvalidInputError, match="prompt must be at least one token"):
+        render(PlainTokenizer(), [])
 
 
 def test_render_without_a_chat_template_joins_lines() -> None:

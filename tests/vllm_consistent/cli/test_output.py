@@ -80,8 +80,25 @@ def test_rejects_a_second_run_in_the_same_folder(tmp_path: Path) -> None:
 def test_rejects_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(10**9))
-    with pytest.raises(OutputFolderError, match=r"need 3\.2 GB .* 1\.0 GB are free"):
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(OutputFolderError, match=r"need 3\.2 GB .* 1\.0 GB are free"):
+            OutputFolder(folder).open(270_000_000)
+    # Once there is room, the same command must not find the folder in use.
+    assert list(tmp_path.iterdir()) == []
+    OutputFolder(tmp_path).check_before_start(resume=False)
+
+
+def test_a_refused_resume_keeps_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = OutputFolder(tmp_path)
+    first.open(0)
+    first.run.write_text("{}")
+    first.close()
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(0))
+    with pytest.raises(OutputFolderError, match="are free"):
         OutputFolder(tmp_path).open(270_000_000)
+    assert first.run.read_text() == "{}"
+    assert first.logs.is_dir()
 
 
 _CAPTURE = """

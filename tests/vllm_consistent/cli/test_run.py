@@ -363,3 +363,13 @@ def test_resume_rejects_a_corrupt_checkpoint_and_changes_nothing(world: Any) -> 
         world.start(resume=True)
     after = {path: path.read_bytes() for path in world.out.rglob("*.*") if path.is_file()}
     assert before == after
+
+
+def test_resume_rejects_a_checkpoint_whose_state_lacks_a_part(world: Any) -> None:
+    world.start({2: KeyboardInterrupt()})
+    state = next((world.out / "checkpoints").glob("*/state.json"))
+    record = json.loads(state.read_text())
+    del record["rows"], record["contract"]
+    state.write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="is damaged: its state lacks rows, contract"):
+        world.start(resume=True)

@@ -160,7 +160,7 @@ def default_out(resume: bool) -> Path:
 def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> int:
     # Imported here: `--help` and usage errors must not wait for torch.
     from vllm_consistent import env
-    from vllm_consistent.cli.demo.data import problem_source
+    from vllm_consistent.cli.demo.data import check_same_problems, problem_source
     from vllm_consistent.cli.demo.display import Display
     from vllm_consistent.cli.demo.metrics import plain
     from vllm_consistent.cli.demo.model_source import resolve_model
@@ -172,9 +172,12 @@ def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> in
     output = OutputFolder(options.out)
     output.check_before_start(options.resume)
     if options.resume:
-        options = merge_for_resume(options, output.read_run()["options"], explicit)
+        recorded = output.read_run()
+        options = merge_for_resume(options, recorded["options"], explicit)
     options.check()
     problems = problem_source(options.data, options.seed)
+    if options.resume:
+        check_same_problems(problems.describe(), recorded.get("problems"))
     result = private_copy(sys.stdout)
     with Display(private_copy(sys.stderr), None if as_json else result) as display:
         source = resolve_model(options.model, env.cache_home() / "models", display.stage)
@@ -182,7 +185,8 @@ def _run(options: DemoOptions, explicit: frozenset[str], *, as_json: bool) -> in
         plan = make_plan(options, source, problems)
         output.open(sum(file.stat().st_size for file in source.path.glob("*.safetensors")))
         try:
-            output.write_json(output.run, {"options": options.to_dict()})
+            record = {"options": options.to_dict(), "problems": problems.describe()}
+            output.write_json(output.run, record)
             with messages_to(output.engine_log):
                 run = DemoRun(plan, problems.describe(), output, display)
                 code, summary, stopped = run_demo(run, BACKENDS)

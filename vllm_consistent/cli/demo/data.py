@@ -89,6 +89,23 @@ def problem_source(data: Path | None, seed: int) -> ProblemSource:
     return Arithmetic(seed) if data is None else JsonlProblems(data)
 
 
+def check_same_problems(now: str, recorded: str | None) -> None:
+    """Raise InvalidInputError where a resumed run would go on with other problems.
+
+    Args:
+        now: `describe()` of the problems at hand.
+        recorded: that of the run's beginning; None where it was not recorded.
+    """
+    if recorded not in (None, now):
+        raise invalid(
+            "demo --resume",
+            "--data",
+            f"as when the run began ({recorded})",
+            now,
+            "Restore the file, or start a new run in another --out",
+        )
+
+
 def load_jsonl(path: Path) -> list[Problem]:
     """Read {"prompt": text or chat messages, "answer": integer or text} per line.
 
@@ -113,6 +130,8 @@ def load_jsonl(path: Path) -> list[Problem]:
             violations.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
         except ValueError as error:
             violations.append(f"line {number}: {error}")
+        except RecursionError:
+            violations.append(f"line {number}: nested too deeply")
     if violations:
         hidden = len(violations) - _SHOWN_ERRORS
         shown = violations[:_SHOWN_ERRORS]
@@ -125,6 +144,8 @@ def load_jsonl(path: Path) -> list[Problem]:
 
 
 def _parse(record: Any) -> Problem:
+    # A lone surrogate ("\ud800") is JSON, and no text that a tokenizer takes.
+    json.dumps(record, ensure_ascii=False).encode()
     if not isinstance(record, dict):
         raise ValueError('must be an object {"prompt": ..., "answer": ...}')
     for key in ("prompt", "answer"):
@@ -156,10 +177,29 @@ def _is_message(value: Any) -> bool:
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the prompt's token ids: the chat template, or plain lines where there is none."""
+    """Return the prompt's token ids: the chat template, or plain lines where there is none.
+
+    Raises:
+        InvalidInputError: the template does not take these messages, or makes no token of them.
+    """
+    from jinja2 import TemplateError
+
+    ids: list[int]
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    text = "".join(f"{message['content']}\n" for message in messages)
-    return tokenizer(text)["input_ids"]
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise invalid(
+                "demo",
+                "prompt",
+                "messages that the model's chat template takes",
+                f"roles {[message['role'] for message in messages]}: {error}",
+            ) from error
+    else:
+        text = "".join(f"{message['content']}\n" for message in messages)
+        ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise invalid("demo", "prompt", "at least one token", f"none from {list(messages)}")
+    return ids

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from consistent_kernels.errors import invalid
 from vllm_consistent.cli.demo.errors import OutputFolderError
@@ -51,6 +52,7 @@ def resolve_model(model: str, cache: Path, notify: Callable[[str], None]) -> Mod
     if model != BUNDLED_MODEL:
         path = Path(model)
         _check_folder(path)
+        _config(path)
         _check_weights(path)
         return ModelSource(path, path.resolve().name, fingerprint(path))
     path = _bundled(cache, notify)
@@ -70,6 +72,18 @@ def _check_folder(path: Path) -> None:
             "a folder with config.json, *.safetensors and a tokenizer",
             f"{path} without {' and '.join(missing)}",
         )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("no object in it")
+    except (OSError, ValueError) as error:
+        raise invalid(
+            "demo", "--model", "a folder with a readable config.json", f"{path}: {error}"
+        ) from error
+    return config
 
 
 def _check_weights(path: Path) -> None:
@@ -97,7 +111,7 @@ def _check_weights(path: Path) -> None:
 def fingerprint(path: Path) -> str:
     """Return a SHA-256 over the files of `path` that decide the model's output."""
     digest = hashlib.sha256()
-    config = json.loads((path / "config.json").read_text())
+    config = _config(path)
     config.pop("transformers_version", None)
     digest.update(json.dumps(config, sort_keys=True).encode())
     for file in sorted([*path.glob("tokenizer.json"), *path.glob("*.safetensors")]):

@@ -85,6 +85,38 @@ class DemoOptions:
         return record
 
 
+_RECORDED: dict[str, type | tuple[type, ...]] = {
+    "model": str,
+    "data": (str, type(None)),
+    "prompts": int,
+    "samples": int,
+    "max_tokens": int,
+    "temperature": (int, float),
+    "seed": int,
+    "baseline": bool,
+    "steps": int,
+}
+
+
+def _check_recorded(recorded: object) -> None:
+    """Raise ConfigurationError naming every option that run.json lacks or holds in another type."""
+    known = recorded if isinstance(recorded, dict) else {}
+    violations = [
+        f"{name} is {'missing' if name not in known else repr(known[name])}"
+        for name, kind in _RECORDED.items()
+        if not isinstance(known.get(name, _RECORDED), kind)
+        or (isinstance(known[name], bool) and kind is not bool)
+    ]
+    if violations:
+        raise ConfigurationError(
+            [
+                f"{line}: run.json is damaged; start a new run in another --out"
+                for line in violations
+            ],
+            "demo --resume",
+        )
+
+
 def merge_for_resume(
     given: DemoOptions, recorded: dict[str, Any], explicit: frozenset[str]
 ) -> DemoOptions:
@@ -96,8 +128,10 @@ def merge_for_resume(
         explicit: names of the options that this command line really gave.
 
     Raises:
-        ConfigurationError: an explicit option contradicts a fixed one; all are listed.
+        ConfigurationError: an explicit option contradicts a fixed one, or the record is damaged;
+            all are listed.
     """
+    _check_recorded(recorded)
     asked = given.to_dict()
     violations = [
         f"--{name.replace('_', '-')} was {recorded[name]!r} when this run began and cannot become "

@@ -64,11 +64,32 @@ class OutputFolder:
         Raises:
             OutputFolderError: not writable, in use by another run, or too little space.
         """
+        before = self.root.is_dir(), self.logs.is_dir()
+        try:
+            self._open(model_bytes)
+        except OutputFolderError:
+            self._take_back(*before)
+            raise
+
+    def _take_back(self, had_root: bool, had_logs: bool) -> None:
+        # A folder of which nothing came must not look used when the command is given again.
+        if self._lock is None:
+            return
+        self.close()
+        with contextlib.suppress(OSError):
+            if not had_logs:
+                (self.root / _LOCK).unlink()
+                self.logs.rmdir()
+            if not had_root:
+                self.root.rmdir()
+
+    def _open(self, model_bytes: int) -> None:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             self._lock = (self.root / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self.close()
             raise OutputFolderError(f"demo: another run is writing to {self.root}") from error
         except OSError as error:
             raise OutputFolderError(f"demo: --out {self.root} is not writable: {error}") from error

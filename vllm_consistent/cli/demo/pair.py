@@ -171,8 +171,13 @@ class BridgedTrainer:
         Raises:
             CheckpointError: names or shapes are not those of this model.
         """
+        missing = [name for name in ("masters", "optimizer", "random") if name not in groups]
+        if missing:
+            raise CheckpointError(
+                f"demo --resume: the checkpoint is damaged: it lacks {', '.join(missing)}"
+            )
         named = dict(self.model.named_parameters())
-        masters = groups.get("masters", {})
+        masters = groups["masters"]
         wrong = sorted(
             name
             for name in named.keys() | masters.keys()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
+from consistent_kernels.errors import invalid
 from consistent_kernels.model_facts import model_facts
 from vllm_consistent.cli.demo.data import Problem, ProblemSource, render
 from vllm_consistent.cli.demo.model_source import ModelSource
@@ -45,17 +47,28 @@ class Plan:
         return SamplingPlan(options.samples, options.max_tokens, options.temperature, seeds)
 
 
+def _loaded(kind: Any, path: Path) -> Any:
+    try:
+        return kind.from_pretrained(path)
+    except Exception as error:
+        # Whatever transformers raises of a damaged file, the file is what must be mended.
+        raise invalid(
+            "demo", "--model", f"a folder that {kind.__name__} reads", f"{path}: {error}"
+        ) from error
+
+
 def make_plan(options: DemoOptions, source: ModelSource, problems: ProblemSource) -> Plan:
     """Draw and tokenize the problems of all steps.
 
     Raises:
         ConfigurationError: no contract covers the model.
-        InvalidInputError: a prompt plus its response does not fit the model.
+        InvalidInputError: a prompt plus its response does not fit the model, or transformers
+            cannot read its configuration or tokenizer.
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    model_facts(AutoConfig.from_pretrained(source.path), "bfloat16")
-    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    model_facts(_loaded(AutoConfig, source.path), "bfloat16")
+    tokenizer = _loaded(AutoTokenizer, source.path)
     config = json.loads((source.path / "config.json").read_text())
     drawn = [problems.problems(step, options.prompts) for step in range(options.steps)]
     prompts = [

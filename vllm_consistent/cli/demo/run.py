@@ -29,6 +29,8 @@ from vllm_consistent.cli.demo.reward import Reward, reward
 from vllm_consistent.cli.demo.rollout import Batch, Rollout, SamplingPlan, to_batch
 from vllm_consistent.cli.demo.summary import summarize
 
+_STATE_KEYS = ("rows", "seconds", "contract", "consistency_report", "decode_tokens_per_s")
+
 
 class Engine(Protocol):
     """The consistent vLLM engine, alive for the whole run."""
@@ -156,6 +158,12 @@ class DemoRun:
             raise CheckpointError(
                 f"demo --resume: the checkpoint is of another model (fingerprint {found}, "
                 f"{self.plan.source.path} has {expected}); name the model it was made from"
+            )
+        missing = [key for key in _STATE_KEYS if key not in saved.state]
+        if missing:
+            raise CheckpointError(
+                f"demo --resume: the checkpoint of step {saved.step} is damaged: its state lacks "
+                f"{', '.join(missing)}. Restore it from a copy, or start a new run in another --out"
             )
         self.rows = list(saved.state["rows"])
         self.seconds_before = saved.state["seconds"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from typing import Annotated
 
@@ -52,6 +53,9 @@ def plan(
     from vllm_consistent.cli.plan.recipe import compose_recipe, read_recipe
     from vllm_consistent.cli.plan.shapes import find_shape
 
+    for name, size in (("--gpu-gib", gpu_gib), ("--reserve-gib", reserve_gib)):
+        if size is not None and not math.isfinite(size):
+            raise typer.BadParameter(f"{name} must be a finite number of GiB, got {size}")
     device = MIB_OF_GPU[gpu] * MIB if gpu_gib is None else int(gpu_gib * GIB)
     try:
         recipe = read_recipe(compose_recipe(config, overrides or []))

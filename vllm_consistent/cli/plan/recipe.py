@@ -8,6 +8,17 @@ from typing import Any
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError, UnsupportedError
 
+_COUNTS = (
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_num_batched_tokens",
+)
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 
 
@@ -83,6 +94,7 @@ def compose_recipe(config: str, overrides: list[str], command: str = "plan") -> 
         from hydra.core.global_hydra import GlobalHydra
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
+        from yaml import YAMLError
     except ImportError as error:
         raise UnsupportedError(
             command, f"this installation ({error})", ("pip install 'vllm-consistent[verl]'",)
@@ -98,8 +110,29 @@ def compose_recipe(config: str, overrides: list[str], command: str = "plan") -> 
     try:
         with initialize_config_dir(str(file.resolve().parent), version_base=None):
             return compose(file.stem, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, OSError) as error:
         raise InvalidInputError(f"{command}: {file} must compose: {error}") from error
+
+
+def _require_numbers(config: Any) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    violations = []
+    for key in _COUNTS:
+        try:
+            value = OmegaConf.select(config, key)
+        except OmegaConfBaseException as error:
+            value = f"{type(error).__name__}"
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            violations.append(f"{key} must be an integer of at least 1, got {value!r}")
+    if len(violations) == len(_COUNTS):
+        raise InvalidInputError(
+            f"plan: CONFIG must be a verl configuration (built on ppo_trainer), got one without "
+            f"{_COUNTS[0]} and {len(_COUNTS) - 1} other keys"
+        )
+    if violations:
+        raise ConfigurationError(violations, "plan")
 
 
 def read_recipe(config: Any) -> Recipe:
@@ -108,6 +141,7 @@ def read_recipe(config: Any) -> Recipe:
     Raises:
         ConfigurationError: what this estimate does not cover, all at once.
     """
+    _require_numbers(config)
     role, trainer = config.actor_rollout_ref, config.trainer
     actor, rollout, fsdp = role.actor, role.rollout, role.actor.fsdp_config
     reference = role.ref.fsdp_config

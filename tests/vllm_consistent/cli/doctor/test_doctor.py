@@ -76,6 +76,14 @@ def test_doctor_prints_the_digest_of_a_model_on_disk(tmp_path: Path) -> None:
     assert digest in text
 
 
+@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe", b"- 1"], ids=["half", "binary", "list"])
+def test_doctor_rejects_a_file_that_is_no_configuration(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.yaml").write_bytes(content)
+    code, text = doctor(str(tmp_path / "x.yaml"))
+    assert code == exit_codes.USAGE
+    assert "must compose" in text
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("no_such_configuration",), ("/no/such/file.yaml",), (NAME, "no.such.key=1"), (NAME, "=")],

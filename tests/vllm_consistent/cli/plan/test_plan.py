@@ -282,3 +282,44 @@ def test_command_rejects_a_missing_recipe(tmp_path: Path) -> None:
     code, text = run(str(tmp_path / "x.yaml"))
     assert code == 2
     assert "must compose" in text
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1", "must compose"),
+        (b"\xff\xfe", "must compose"),
+        (b"a: 1", "must be a verl configuration (built on ppo_trainer)"),
+        (b"x: ${nope}", "must be a verl configuration (built on ppo_trainer)"),
+    ],
+)
+def test_command_rejects_a_file_that_is_no_recipe(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    pytest.importorskip("verl", reason="needs the verl extra")
+    (tmp_path / "x.yaml").write_bytes(content)
+    code, text = run(str(tmp_path / "x.yaml"))
+    assert code == 2
+    assert message in text
+
+
+def test_recipe_rejects_numbers_that_are_none() -> None:
+    config = OmegaConf.create(configuration())
+    config.actor_rollout_ref.rollout.n = 0
+    config.data.train_batch_size = None
+    config.trainer.nnodes = "two"
+    with pytest.raises(ConfigurationError) as caught:
+        read_recipe(config)
+    assert len(caught.value.violations) == 3
+    assert "actor_rollout_ref.rollout.n must be an integer of at least 1, got 0" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("option", ["--gpu-gib", "--reserve-gib"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_command_rejects_a_size_that_is_no_number(option: str, value: str) -> None:
+    code, text = run(str(RECIPES / "qwen3_8b_grpo_fsdp"), option, value)
+    assert code == 2
+    assert option in text

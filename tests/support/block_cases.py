@@ -24,7 +24,9 @@ from train_bridge.blocks import PackedSequences, PackedV4Attention, PackedV32Att
 ROPE = RopeParameters(head_dim=64, rotary_dim=64, theta=10000.0, max_position=8192)
 BLOCK_SIZE = 16
 CPU = BlockPrograms()
-CUDA = BlockPrograms(linear="triton", indexer="triton", attention="flash_mla", other="triton")
+CUDA = BlockPrograms(
+    linear="triton", indexer="triton", attention="flash_mla", topk="cuda", other="triton"
+)
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="these programs need a CUDA device"
 )

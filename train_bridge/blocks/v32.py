@@ -88,5 +88,5 @@ class PackedV32Attention(PackedAttention):
             index.q, index.weights, keys, scale, sequences.starts, ends, impl=self.programs.indexer
         )
         return sparse_topk(
-            scores, sequences.starts, ends, self.params.topk, impl=self.programs.other
+            scores, sequences.starts, ends, self.params.topk, impl=self.programs.topk
         )

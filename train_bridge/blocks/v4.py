@@ -97,4 +97,4 @@ class PackedV4Attention(PackedAttention):
         keys, scale = index_keys(k, programs.other)
         ends = own + count
         scores = indexer_scores(q, folded, keys, scale, own, ends, impl=programs.indexer)
-        return sparse_topk(scores, own, ends, params.topk, impl=programs.other)
+        return sparse_topk(scores, own, ends, params.topk, impl=programs.topk)

@@ -45,6 +45,7 @@ def _program(op: str, programs: BlockPrograms) -> Program:
         "linear": programs.linear,
         "indexer": programs.indexer,
         "sparse_attention": programs.attention,
+        "sparse_topk": programs.topk,
     }
     spec = importlib.import_module(f"consistent_kernels.{op}.spec")
     return spec.program(own.get(op, programs.other))

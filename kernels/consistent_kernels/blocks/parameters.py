@@ -25,6 +25,7 @@ class BlockPrograms:
         attention: of `sparse_attention`, or of `sparse_attention_fp8`.
         read: how attention reads the FP8 caches: "workspace" (gathered to bf16) or "fp8" (from the
             pages). Two programs; both sides take the same one.
+        topk: of `sparse_topk`, whose programs share all bits.
         other: of everything else ("reference" or "triton").
     """
 
@@ -32,6 +33,7 @@ class BlockPrograms:
     indexer: str = "reference"
     attention: str = "reference"
     read: str = "workspace"
+    topk: str = "reference"
     other: str = "reference"
 
     def __post_init__(self) -> None:

@@ -151,7 +151,9 @@ class PagedV32Attention:
             index.q, index.weights, self.index_cache, batch.block_table, batch.requests, seen,
             columns=batch.max_seq_len, impl=self.ops.programs.indexer,
         )  # fmt: skip
-        selected = sparse_topk(scores, torch.zeros_like(seen), seen, params.topk, impl=other)
+        selected = sparse_topk(
+            scores, torch.zeros_like(seen), seen, params.topk, impl=self.ops.programs.topk
+        )
         return project_out(self.ops, self._attend(projected.query, selected, batch))
 
     def _attend(

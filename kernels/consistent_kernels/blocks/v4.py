@@ -233,5 +233,5 @@ class PagedV4Attention:
             columns=most, impl=self.ops.programs.indexer,
         )  # fmt: skip
         return sparse_topk(
-            scores, torch.zeros_like(count), count, params.topk, impl=self.ops.programs.other
+            scores, torch.zeros_like(count), count, params.topk, impl=self.ops.programs.topk
         )

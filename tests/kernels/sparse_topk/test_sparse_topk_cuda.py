@@ -88,38 +88,40 @@ def run_on_cpu(
     return got
 
 
-@pytest.fixture(scope="module", params=BLOCK_THREADS)
-def on_cpu(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[ctypes.CDLL, int]:
-    return build_for_cpu(tmp_path_factory.mktemp("select"), request.param), request.param
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
+    """By threads of a block."""
+    return {
+        threads: build_for_cpu(tmp_path_factory.mktemp("select"), threads)
+        for threads in BLOCK_THREADS
+    }
 
 
 RANDOM, TIES, RELU, HUGE = "random", "ties", "relu", "huge"
 
 
 @pytest.mark.parametrize(
-    ("cluster", "vectors", "columns", "k", "values"),
+    ("shape", "columns", "k", "values"),
     [
-        (1, 1, 2900, 7, RANDOM),
-        (1, 1, 2900, 2048, RANDOM),
-        (1, 4, 16000, 512, RELU),
-        (1, 4, 9000, 2048, TIES),
-        (1, 0, 9000, 2048, HUGE),
-        (2, 2, 16381, 1500, RANDOM),
-        (8, 1, 32765, 2048, RANDOM),
-        (8, 1, 20001, 2048, TIES),
-        (8, 0, 40000, 2048, RELU),
+        (Shape(1, 1, 1024), 2900, 7, RANDOM),
+        (Shape(1, 1, 1024), 2900, 2048, RANDOM),
+        (Shape(1, 4, 1024), 16000, 512, RELU),
+        (Shape(1, 4, 512), 7000, 2048, TIES),
+        (Shape(1, 0, 1024), 9000, 2048, HUGE),
+        (Shape(2, 2, 1024), 16381, 1500, RANDOM),
+        (Shape(8, 1, 512), 16384, 2048, RANDOM),
+        (Shape(8, 1, 512), 10001, 2048, TIES),
+        (Shape(8, 0, 512), 20000, 2048, RELU),
     ],
 )
 def test_sparse_topk_on_cpu_threads_equals_reference(
-    on_cpu: tuple[ctypes.CDLL, int], cluster: int, vectors: int, columns: int, k: int, values: str
+    on_cpu: dict[int, ctypes.CDLL], shape: Shape, columns: int, k: int, values: str
 ) -> None:
     """The CUDA source itself, run by fibers in a shuffled order: integers, so the GPU's answer."""
-    # The given columns fill the blocks of 1024 threads.
-    columns = columns * on_cpu[1] // 1024
-    k = min(k, columns // 2)
-    pairs = [(0, columns), (columns // 7, columns - 5), (3, min(k + 3, columns)), (9, 8)]
+    pairs = [(columns // 7, columns - 5)]
+    if shape.blocks == 1:
+        pairs += [(0, columns), (3, min(k + 3, columns))]
+    pairs += [(9, 8)]
     scores = hazard_scores(len(pairs), columns, seed=columns + k)
     if values == TIES:
         scores = torch.zeros_like(scores)
@@ -128,8 +130,8 @@ def test_sparse_topk_on_cpu_threads_equals_reference(
     elif values == HUGE:
         scores *= 1e9
     starts, ends = borders(*pairs)
-    starts, ends = (starts.long(), ends.long()) if vectors == 0 else (starts, ends)
-    got = run_on_cpu(on_cpu[0], (cluster, vectors), scores, starts, ends, k)
+    starts, ends = (starts.long(), ends.long()) if shape.vectors == 0 else (starts, ends)
+    got = run_on_cpu(on_cpu[shape.threads], shape[:2], scores, starts, ends, k)
     # The last row's end is before its start, which the reference refuses: no position.
     ends[-1] = starts[-1]
     assert_bitwise_equal(got, sparse_topk(scores, starts, ends, k, impl="reference"))

@@ -15,7 +15,10 @@
 using std::max;
 using std::min;
 
-struct uint4 { unsigned x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static int __ffs(int value) { return __builtin_ffs(value); }
+static int __clzll(long long value) { return value ? __builtin_clzll(value) : 64; }
 struct Index { int x, y, z; };
 
 constexpr int MOST_BLOCKS = 8, THREADS_OF_BLOCK = BLOCK_THREADS;
@@ -85,16 +88,6 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int by) {
 static unsigned __shfl_xor_sync(unsigned, unsigned value, int by) {
     return over_warp(value, [by](unsigned long long* values, int lane) { return values[lane ^ by]; });
 }
-
-static unsigned __ballot_sync(unsigned, bool value) {
-    return over_warp(value, [](unsigned long long* values, int) {
-        unsigned long long mask = 0;
-        for (int lane = 0; lane < 32; ++lane) mask |= (values[lane] ? 1ull : 0ull) << lane;
-        return mask;
-    });
-}
-
-static int __popc(unsigned value) { return __builtin_popcount(value); }
 
 static unsigned atomicAdd(unsigned* at, unsigned value) {
     const unsigned before = *at;

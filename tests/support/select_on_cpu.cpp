@@ -6,8 +6,8 @@ typedef unsigned long long u64;
 
 static u32 cluster_rank() { return block(); }
 template <class T> static T* remote(const T* mine, u32 rank);
-static u32 remote_load(const u32* mine, u32 rank) { return *remote(mine, rank); }
-static void remote_store(u32* mine, u32 rank, u32 value) { *remote(mine, rank) = value; }
+static uint4 remote_load(const uint4* mine, u32 rank) { return *remote(mine, rank); }
+static void remote_store(uint4* mine, u32 rank, uint4 value) { *remote(mine, rank) = value; }
 static void remote_store(u64* mine, u32 rank, u64 value) { *remote(mine, rank) = value; }
 static u32 remote_add(u32* mine, u32 rank, u32 value) { return atomicAdd(remote(mine, rank), value); }
 

@@ -124,11 +124,12 @@ def _validate_weights(
     require_implementation(op, impl, IMPLEMENTATIONS)
     if x.dim() != 2 or x.dtype not in _DTYPES:
         raise invalid(op, "x", "2-D bfloat16, float16 or float32", f"{x.dim()}-D {x.dtype}")
-    if w13.dim() != 3 or w13.shape[2] != x.shape[1] or w13.shape[1] % 2:
-        raise invalid(op, "w13", f"[E, 2 I, {x.shape[1]}]", tuple(w13.shape))
+    hidden = x.shape[1]
+    if w13.dim() != 3 or 0 in w13.shape or w13.shape[2] != hidden or w13.shape[1] % 2:
+        raise invalid(op, "w13", f"[E, 2 I, {hidden}]", tuple(w13.shape))
     experts, width = w13.shape[0], w13.shape[1] // 2
-    if w2.dim() != 3 or w2.shape[0] != experts or w2.shape[2] != width:
-        raise invalid(op, "w2", f"[{experts}, H, {width}]", tuple(w2.shape))
+    if tuple(w2.shape) != (experts, hidden, width):
+        raise invalid(op, "w2", f"[{experts}, {hidden}, {width}]", tuple(w2.shape))
     expected = _prepared_dtype(x.dtype, impl)
     for name, weight in (("w13", w13), ("w2", w2)):
         if weight.dtype != expected or not weight.is_contiguous():
@@ -254,12 +255,12 @@ def combine(
 
 
 def _validate_slots(op: str, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    if weights.shape != ids.shape or weights.dtype != torch.float32:
+    if weights.shape != ids.shape or weights.dtype != torch.float32 or weights.device != ids.device:
         raise invalid(
             op,
             "topk_weights",
-            f"torch.float32 of shape {tuple(ids.shape)}",
-            f"{weights.dtype} of shape {tuple(weights.shape)}",
+            f"torch.float32 of shape {tuple(ids.shape)} on {ids.device}",
+            f"{weights.dtype} of shape {tuple(weights.shape)} on {weights.device}",
         )
 
 

@@ -16,6 +16,9 @@ PLACE_STEPS = (512, 2048)
 second: DeepGEMM's kernel follows their number, and every number compiled in the middle of a run
 costs seconds."""
 
+NO_PLACE_LEFT = -2
+"""What a row gets whose expert has no place left; its result is NaN, so that it shows."""
+
 _SORT_BLOCK = 1024
 _NUM_WARPS = 4
 
@@ -23,7 +26,7 @@ _NUM_WARPS = 4
 @triton.jit(do_not_specialize=["rows", "places", "capacity"])
 def _expert_places_kernel(
     ids_ptr,  # [rows] int32
-    place_ptr,  # [rows], -1 where a row goes nowhere
+    place_ptr,  # [rows], -1 where a row goes nowhere, OVERFLOW where its expert has no place left
     expert_ptr,  # [places] expert of each place, -1 where none is needed
     count_ptr,  # [E]
     rows,
@@ -33,6 +36,7 @@ def _expert_places_kernel(
     BINS: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    OVERFLOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One program an expert. It counts the rows of lower experts itself, so none waits for another.
@@ -60,7 +64,7 @@ def _expert_places_kernel(
         ids = tl.load(ids_ptr + index, mask=index < rows, other=-1)
         mine = (ids == expert).to(tl.int32)
         rank = written + tl.cumsum(mine, 0) - 1
-        place = tl.where(rank < own, first + rank, -1)
+        place = tl.where(rank < own, first + rank, OVERFLOW)
         nowhere = (ids < 0) | (ids >= E)
         wanted = (mine > 0) | (nowhere & (expert == 0))
         tl.store(place_ptr + index, tl.where(mine > 0, place, -1), mask=wanted & (index < rows))
@@ -80,7 +84,8 @@ class Places:
     """Places of rows, on the device.
 
     Attributes:
-        place: [rows] int32, -1 where a row goes nowhere.
+        place: [rows] int32, -1 where a row goes nowhere, NO_PLACE_LEFT where a token names an
+            expert twice and the masked layout has no place for it.
         expert: [places] int32, -1 where no result is needed.
         count: [E] int32, rows of each expert.
         capacity: places of each expert in the masked layout, else None.
@@ -132,6 +137,7 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
         BINS=triton.next_power_of_2(num_experts + 1),
         MASKED=masked,
         ALIGNMENT=PLACE_ALIGNMENT,
+        OVERFLOW=NO_PLACE_LEFT,
         BLOCK=_SORT_BLOCK,
         num_warps=_NUM_WARPS,
     )

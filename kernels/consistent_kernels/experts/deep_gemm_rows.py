@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from consistent_kernels.experts.deep_gemm_places import Places
+from consistent_kernels.experts.deep_gemm_places import NO_PLACE_LEFT, Places
 
 _COLUMNS = 1024
 _NUM_WARPS = 4
@@ -68,12 +68,14 @@ def _from_places_kernel(
     place_ptr,  # [T * slots]
     y_ptr,  # [T * slots, H]
     H: tl.constexpr,
+    OVERFLOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + place * H + columns, mask=(columns < H) & (place >= 0), other=0.0)
+    absent = tl.where(place == OVERFLOW, float("nan"), 0.0)
+    x = tl.load(x_ptr + place * H + columns, mask=(columns < H) & (place >= 0), other=absent)
     tl.store(y_ptr + row * H + columns, x, mask=columns < H)
 
 
@@ -119,10 +121,19 @@ def activate(gate_up: torch.Tensor, places: Places, limit: float | None) -> torc
 
 
 def from_places(x: torch.Tensor, places: Places) -> torch.Tensor:
-    """Copy [places, H] back to the rows [T * slots, H]; rows that went nowhere are zero."""
+    """Copy [places, H] back to the rows [T * slots, H]; rows that went nowhere are zero.
+
+    A row for which its expert had no place left is NaN.
+    """
     rows, columns = places.place.numel(), x.shape[1]
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     _from_places_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-        x, places.place, y, H=columns, BLOCK=_COLUMNS, num_warps=_NUM_WARPS
+        x,
+        places.place,
+        y,
+        H=columns,
+        OVERFLOW=NO_PLACE_LEFT,
+        BLOCK=_COLUMNS,
+        num_warps=_NUM_WARPS,
     )
     return y

@@ -161,8 +161,9 @@ def _validate(
             tuple(w13.values.shape),
         )
     _check_weight(op, "w2", w2, both // 2, x.device)
-    if w2.values.shape[0] != experts:
-        raise invalid(op, "w2", f"of {experts} experts", w2.values.shape[0])
+    shape = (experts, x.shape[1], both // 2)
+    if tuple(w2.values.shape) != shape:
+        raise invalid(op, "w2", f"of shape {shape}", tuple(w2.values.shape))
     if (
         ids.dim() != 2
         or ids.shape[0] != x.shape[0]
@@ -201,8 +202,9 @@ def _check_weight(
         )
     if not (values.is_contiguous() and scale.is_contiguous()):
         raise invalid(op, name, "contiguous", "strided tensors")
-    if values.device != device:
-        raise invalid(op, name, f"on {device}", values.device)
+    for tensor in (values, scale):
+        if tensor.device != device:
+            raise invalid(op, name, f"on {device}", tensor.device)
 
 
 def fp8_expert_outputs(

@@ -77,6 +77,8 @@ def _check_weight(op: str, weight: torch.Tensor, scale: torch.Tensor, inner: int
         )
     if not (weight.is_contiguous() and scale.is_contiguous()):
         raise invalid(op, "weight and weight_scale", "contiguous", "strided tensors")
+    if scale.device != weight.device:
+        raise invalid(op, "weight_scale", f"on {weight.device}", scale.device)
 
 
 def _check_common(op: str, scale_format: str, out_dtype: torch.dtype, impl: str) -> None:

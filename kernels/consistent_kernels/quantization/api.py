@@ -155,7 +155,13 @@ def quantize_weight(
     Returns:
         (q [N, K] float8_e4m3fn, s [ceil(N / 128), ceil(K / 128)] fp32). They do not follow later
         changes of `master`.
+
+    Raises:
+        InvalidInputError: shape or dtype.
+        UnsupportedError: unknown impl or scale_format.
     """
+    # FP8 values would be taken for a master without their scales.
+    _validate("quantize_weight", "master", master, scale_format, impl)
     rounded = master.detach().to(model_dtype)
     return quantize_blocks(rounded, scale_format=scale_format, impl=impl)
 
@@ -164,7 +170,7 @@ def dequantize_rows(
     values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return q * s [M, K] in fp32, then rounded to `dtype`; s: [M, ceil(K / 128)]."""
-    _check_pair("dequantize_rows", values, scale, values.shape[0])
+    _check_pair("dequantize_rows", values, scale, 1)
     return dequantize_rows_ref(values, scale).to(dtype)
 
 
@@ -172,14 +178,14 @@ def dequantize_blocks(
     values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return q * s [N, K] in fp32, then rounded to `dtype`; s: [ceil(N / 128), ceil(K / 128)]."""
-    _check_pair("dequantize_blocks", values, scale, -(-values.shape[0] // GROUP))
+    _check_pair("dequantize_blocks", values, scale, GROUP)
     return dequantize_blocks_ref(values, scale).to(dtype)
 
 
-def _check_pair(op: str, values: torch.Tensor, scale: torch.Tensor, rows: int) -> None:
+def _check_pair(op: str, values: torch.Tensor, scale: torch.Tensor, group_rows: int) -> None:
     if values.dim() != 2 or values.dtype != torch.float8_e4m3fn:
         raise invalid(op, "values", "2-D float8_e4m3fn", f"{values.dim()}-D {values.dtype}")
-    shape = (rows, -(-values.shape[1] // GROUP))
+    shape = (-(-values.shape[0] // group_rows), -(-values.shape[1] // GROUP))
     if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
         raise invalid(
             op, "scale", f"float32 of shape {shape}", f"{scale.dtype} of shape {tuple(scale.shape)}"

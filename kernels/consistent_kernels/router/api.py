@@ -33,6 +33,8 @@ def _router(
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("router", impl)
+    if forced is not None and forced.device.type == "cpu":
+        _require_experts("router", "forced", forced, logits.shape[1])
     parameters = RouterParameters(
         num_experts=logits.shape[1],
         top_k=top_k,
@@ -133,7 +135,8 @@ def router(
         A row's bits depend on that row alone. A row of NaN keeps ids in range and NaN weights.
 
     Raises:
-        InvalidInputError: shape, dtype or device.
+        InvalidInputError: shape, dtype or device; a forced id out of range (checked on CPU: on
+            CUDA the check would wait for the device, and such a slot has weight 0).
         UnsupportedError: unknown impl or scoring.
     """
     op = "router"
@@ -209,13 +212,21 @@ def hash_expert_ids(
         raise invalid(
             op, "token_ids", "1-D int32 or int64", f"{token_ids.dim()}-D {token_ids.dtype}"
         )
+    if token_ids.device != table.device:
+        raise invalid(op, "token_ids", f"on {table.device}", token_ids.device)
     if token_ids.device.type == "cpu" and token_ids.numel():
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= table.shape[0]:
             raise invalid(op, "token_ids", f"in [0, {table.shape[0]})", f"{low} to {high}")
     ids = table.index_select(0, token_ids.long()).int()
-    if ids.device.type == "cpu" and ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= num_experts:
-            raise invalid(op, "table", f"expert ids in [0, {num_experts})", f"{low} to {high}")
+    if ids.device.type == "cpu":
+        _require_experts(op, "table", ids, num_experts)
     return ids
+
+
+def _require_experts(op: str, name: str, ids: torch.Tensor, num_experts: int) -> None:
+    if not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= num_experts:
+        raise invalid(op, name, f"expert ids in [0, {num_experts})", f"{low} to {high}")

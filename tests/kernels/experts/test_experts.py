@@ -405,8 +405,12 @@ def test_experts_reject_bad_inputs() -> None:
         call(x=x[None])
     with pytest.raises(InvalidInputError, match=r"w13 must be \[E, 2 I, 64\], got \(8, 128, 63\)"):
         call(w13=w13[:, :, :63])
-    with pytest.raises(InvalidInputError, match=r"w2 must be \[8, H, 64\], got \(7, 64, 64\)"):
+    with pytest.raises(InvalidInputError, match=r"w2 must be \[8, 64, 64\], got \(7, 64, 64\)"):
         call(w2=w2[:7])
+    with pytest.raises(InvalidInputError, match=r"w2 must be \[8, 64, 64\], got \(8, 63, 64\)"):
+        call(w2=w2[:, :63].contiguous())
+    with pytest.raises(InvalidInputError, match=r"w13 must be \[E, 2 I, 64\], got \(0, 128, 64\)"):
+        call(w13=w13[:0], w2=w2[:0])
     with pytest.raises(InvalidInputError, match="Pass it through prepare_expert_weight"):
         call(w13=w13.bfloat16())
     with pytest.raises(InvalidInputError, match="contiguous=False"):
@@ -419,6 +423,8 @@ def test_experts_reject_bad_inputs() -> None:
         call(topk_ids=torch.full_like(ids, 8))
     with pytest.raises(InvalidInputError, match=r"topk_weights must be torch\.float32 of shape"):
         call(topk_weights=weights.bfloat16())
+    with pytest.raises(InvalidInputError, match=r"topk_weights must be .* on cpu, got .* on meta"):
+        call(topk_weights=weights.to("meta"))
     with pytest.raises(
         InvalidInputError, match=r"shared must be torch\.bfloat16 of shape \(3, 64\)"
     ):

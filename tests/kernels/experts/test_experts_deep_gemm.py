@@ -61,6 +61,14 @@ for rows, layout in ((1, "contiguous"), (40, "contiguous"), (40, "masked"), (7, 
             assert_bitwise_equal(y[token, slot], expected, f"{rows} {layout} {token} {slot}")
         assert not y[ids < 0].any(), "rows that went nowhere are zero"
 
+# An expert named twice by every token: no place is left, and that shows.
+ids = torch.full((129, 2), 3, dtype=torch.int32)
+x = tokens(shape, 129, "cpu", seed=1)
+y = deep_gemm.expert_outputs_deep_gemm(x, w13, w2, ids, None, "masked")
+finite = y.isfinite().all(-1).flatten()
+assert int(finite.sum()) == 256, "the capacity of an expert"
+assert bool(y.isnan().all(-1).flatten()[~finite].all())
+
 # The start-up probe passes what does not follow the rows, and names what does.
 deep_gemm.MASKED_TOKENS, start.ROWS = 16, (1, 5, 16, 17)
 deep_gemm_start.grouped_gemm = stand_in
@@ -170,7 +178,14 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 **dict.fromkeys(("ids_ptr", "place_ptr", "expert_ptr", "count_ptr"), "*i32"),
                 **dict.fromkeys(("rows", "places", "capacity"), "i32"),
             },
-            constexprs={"E": 128, "BINS": 256, "MASKED": True, "ALIGNMENT": 128, "BLOCK": 1024},
+            constexprs={
+                "E": 128,
+                "BINS": 256,
+                "MASKED": True,
+                "ALIGNMENT": 128,
+                "OVERFLOW": -2,
+                "BLOCK": 1024,
+            },
         ),
         cross_compile(
             deep_gemm_rows._to_places_kernel,
@@ -190,7 +205,7 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
             deep_gemm_rows._from_places_kernel,
             arch=arch,
             signature={"x_ptr": "*bf16", "place_ptr": "*i32", "y_ptr": "*bf16"},
-            constexprs={"H": 2048, "BLOCK": 1024},
+            constexprs={"H": 2048, "OVERFLOW": -2, "BLOCK": 1024},
         ),
     ]
     assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)

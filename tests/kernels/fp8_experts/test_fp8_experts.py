@@ -274,8 +274,17 @@ def test_fp8_experts_reject_bad_inputs() -> None:
     )
     with pytest.raises(InvalidInputError, match="I a multiple of 128"):
         call(w13=narrow)
-    with pytest.raises(InvalidInputError, match="w2 must be of 6 experts, got 5"):
+    with pytest.raises(InvalidInputError, match=r"w2 must be of shape \(6, 256, 128\), got \(5, 2"):
         call(w2=Fp8ExpertWeight(w2.values[:5], w2.scale[:5]))
+    with pytest.raises(InvalidInputError, match=r"w2 must be of shape .*, got \(6, 128, 128\)"):
+        call(
+            w2=Fp8ExpertWeight(
+                w2.values.view(torch.uint8)[:, :128].contiguous().view(w2.values.dtype),
+                w2.scale[:, :1].contiguous(),
+            )
+        )
+    with pytest.raises(InvalidInputError, match="w13 must be on cpu, got meta"):
+        call(w13=Fp8ExpertWeight(w13.values, w13.scale.to("meta")))
     with pytest.raises(InvalidInputError, match=r"topk_ids must be in \[-1, 6\), got 6 to 6"):
         call(topk_ids=torch.full_like(ids, 6))
     with pytest.raises(UnsupportedError, match="scale_format 'e5m3' is not supported"):

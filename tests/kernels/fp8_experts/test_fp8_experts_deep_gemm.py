@@ -122,7 +122,14 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 **dict.fromkeys(("ids_ptr", "place_ptr", "expert_ptr", "count_ptr"), "*i32"),
                 **dict.fromkeys(("rows", "places", "capacity"), "i32"),
             },
-            constexprs={"E": 6, "BINS": 8, "MASKED": False, "ALIGNMENT": 128, "BLOCK": 1024},
+            constexprs={
+                "E": 6,
+                "BINS": 8,
+                "MASKED": False,
+                "ALIGNMENT": 128,
+                "OVERFLOW": -2,
+                "BLOCK": 1024,
+            },
         ),
         cross_compile(
             deep_gemm_rows._to_places_kernel,
@@ -155,7 +162,7 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
             _from_places_kernel,
             arch=arch,
             signature={"x_ptr": "*bf16", "place_ptr": "*i32", "y_ptr": "*bf16"},
-            constexprs={"H": 512, "BLOCK": 1024},
+            constexprs={"H": 512, "OVERFLOW": -2, "BLOCK": 1024},
         ),
     ]
     assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)

@@ -367,6 +367,8 @@ def test_fp8_linear_rejects_bad_inputs() -> None:
         fp8_linear(x, values.float(), scale, **good)
     with pytest.raises(InvalidInputError, match=r"weight_scale must be float32 of shape \(1, 2\)"):
         fp8_linear(x, values, scale.t(), **good)
+    with pytest.raises(InvalidInputError, match="weight_scale must be on cpu, got meta"):
+        fp8_linear(x, values, scale.to("meta"), **good)
     with pytest.raises(InvalidInputError, match=r"out_dtype must be bfloat16, float16 or float32"):
         fp8_linear(x, values, scale, **good, out_dtype=torch.float64)
     with pytest.raises(UnsupportedError, match=r"'e8m0' is not supported; supported: fp32, ue8m0"):

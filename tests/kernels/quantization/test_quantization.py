@@ -360,6 +360,10 @@ def test_quantize_rejects_bad_inputs() -> None:
     with pytest.raises(UnsupportedError, match=r"impl 'cuda' .* supported: reference, triton"):
         quantize_weight(x, scale_format="fp32", impl="cuda")
     values, scale = quantize_rows(x, **good)
+    with pytest.raises(InvalidInputError, match=r"quantize_weight: master must be 2-D .*float8"):
+        quantize_weight(values, **good)
+    with pytest.raises(InvalidInputError, match=r"values must be 2-D .*, got 0-D"):
+        dequantize_rows(values[0, 0], scale)
     with pytest.raises(InvalidInputError, match=r"scale must be float32 of shape \(2, 1\)"):
         dequantize_rows(values, scale[:1])
     with pytest.raises(InvalidInputError, match=r"values must be 2-D float8_e4m3fn"):

@@ -270,6 +270,14 @@ def test_router_rejects_bad_inputs() -> None:
         hash_expert_ids(table, tokens, num_experts=256)
     with pytest.raises(InvalidInputError, match=r"token_ids must be in \[0, 1\), got 0 to 1"):
         hash_expert_ids(table, torch.tensor([0, 1]), num_experts=256)
+    with pytest.raises(InvalidInputError, match="token_ids must be on cpu, got meta"):
+        hash_expert_ids(table, tokens.to("meta"), num_experts=256)
+    for wrong in (-1, 128):
+        forced = torch.full((2, 8), wrong, dtype=torch.int32)
+        with pytest.raises(
+            InvalidInputError, match=rf"forced must be .* \[0, 128\), got {wrong} to"
+        ):
+            call(forced=forced)
 
 
 def test_router_parameters_reject_what_cannot_be() -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from consistent_kernels.alignment import aligned_rows
+from consistent_kernels.errors import invalid
 from consistent_kernels.nvrtc import launch_cuda
 from consistent_kernels.sparse_topk.spec import (
     BLOCK_THREADS,
@@ -72,6 +73,9 @@ def sparse_topk_select(
         starts, ends = starts.long(), ends.long()
     starts, ends = starts.contiguous(), ends.contiguous()
     shape = shape or row_shape(rows, columns)
+    held = 4 * shape.blocks * shape.vectors * shape.threads
+    if shape.vectors and held < columns:
+        raise invalid("sparse_topk", "shape", f"of at least {columns} scores", held)
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     # Rows lie along the grid's second dimension, which holds 65,535.
     for begin in range(0, rows, 65535):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from topk_cases import borders, hazard_scores
 
+from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.nvrtc import compile_cuda
 from consistent_kernels.sparse_topk import sparse_topk
 from consistent_kernels.sparse_topk.cuda import Shape, row_shape, sparse_topk_select
@@ -151,7 +152,7 @@ def test_control_a_wrong_rank_on_cpu_threads_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", BLOCK_THREADS)
 def test_sparse_topk_does_not_follow_its_blocks(blocks: int, vectors: int, threads: int) -> None:
     shape = Shape(blocks, vectors, threads, 1024 // threads)
-    columns = blocks * max(vectors, 3) * 4 * threads
+    columns = blocks * (vectors or 3) * 4 * threads
     scores = hazard_scores(5, columns, seed=columns + 1)
     scores[3] = 0.0  # ties alone: resolved by place
     scores[4] *= 1e8  # beyond the bins
@@ -163,6 +164,12 @@ def test_sparse_topk_does_not_follow_its_blocks(blocks: int, vectors: int, threa
         for _ in range(5):
             got = sparse_topk_select(*on_device, k, shape)
             assert_bitwise_equal(got, expected)
+
+
+def test_sparse_topk_rejects_a_shape_that_holds_no_row() -> None:
+    scores, bounds = torch.zeros(1, 5000), borders((0, 5000))
+    with pytest.raises(InvalidInputError, match="shape must be of at least 5000 scores, got 4096"):
+        sparse_topk_select(scores, *bounds, 100, Shape(1, 1))
 
 
 @pytest.mark.gpu

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from vllm_consistent import env
+from vllm_consistent.registration import forget_registered, is_registered, note_registered
 
 CPU_BACKEND = "vllm_consistent.attention.cpu.ConsistentCPUAttentionBackend"
 CUDA_BACKEND = "vllm_consistent.attention.cuda.ConsistentCUDAAttentionBackend"
-
-_REGISTERED: list[str] = []
 
 
 def register() -> None:
@@ -25,7 +24,7 @@ def register() -> None:
         return
     from vllm_consistent import patches
 
-    if _REGISTERED:
+    if is_registered():
         # vLLM's engine arguments may have been imported since.
         patches.apply_front_end()
         return
@@ -34,18 +33,13 @@ def register() -> None:
     from vllm_consistent.versions import check_vllm_version
 
     check_vllm_version(vllm.__version__)
-    _REGISTERED.append(vllm.__version__)
+    note_registered(vllm.__version__)
     try:
         _hook()
     except BaseException:
-        # A half-registered plugin must not look registered when vLLM loads plugins again.
-        _REGISTERED.clear()
+        # vLLM may load plugins again in this process.
+        forget_registered()
         raise
-
-
-def is_registered() -> bool:
-    """Return whether `register` has hooked vLLM in this process."""
-    return bool(_REGISTERED)
 
 
 def _hook() -> None:

@@ -15,10 +15,11 @@ from consistent_kernels.contract import Contract
 from consistent_kernels.errors import StaleWeightsError
 from consistent_kernels.protocol.report import ConsistencyReport, environment_facts
 from consistent_kernels.protocol.weights import WeightReceipt, state_digest
-from vllm_consistent import patches, plugin
+from vllm_consistent import patches
 from vllm_consistent.attention.backend import ConsistentAttentionBackend
 from vllm_consistent.contracts import attached
 from vllm_consistent.layers.registry import LAYERS
+from vllm_consistent.registration import is_registered
 from vllm_consistent.weights.served import ServedWeights
 
 _STOCK_LAYERS = "vllm.model_executor.layers."
@@ -75,7 +76,7 @@ def build_report(worker: Any) -> dict[str, Any]:
     return ConsistencyReport(
         role=f"worker {worker.rank}",
         requested=worker.requested,
-        registered=plugin.is_registered(),
+        registered=is_registered(),
         contract=contract.to_dict() if contract else None,
         digest=contract.digest if contract else None,
         runner="V2" if worker.use_v2_model_runner else "V1",

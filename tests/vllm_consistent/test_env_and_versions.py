@@ -41,11 +41,11 @@ def test_rejects_a_version_outside_the_range(version: str) -> None:
 def test_register_raises_for_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    from vllm_consistent import plugin
+    from vllm_consistent import plugin, registration
 
     monkeypatch.setenv(env.SWITCH, "1")
-    monkeypatch.setattr(plugin, "_REGISTERED", [])
+    monkeypatch.setattr(registration, "_HOOKED", [])
     monkeypatch.setattr(vllm, "__version__", "0.26.0")
     with pytest.raises(UnsupportedError, match=r"vLLM 0\.26\.0"):
         plugin.register()
-    assert not plugin.is_registered()
+    assert not registration.is_registered()

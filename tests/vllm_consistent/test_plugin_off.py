@@ -20,15 +20,15 @@ PROBE = Path(__file__).with_name("stock_probe.py")
 def test_register_is_a_no_op_without_the_switch(
     monkeypatch: pytest.MonkeyPatch, switch: str | None
 ) -> None:
-    from vllm_consistent import env, plugin
+    from vllm_consistent import env, plugin, registration
 
     monkeypatch.delenv(env.SWITCH, raising=False)
     if switch is not None:
         monkeypatch.setenv(env.SWITCH, switch)
-    monkeypatch.setattr(plugin, "_REGISTERED", [])
+    monkeypatch.setattr(registration, "_HOOKED", [])
     monkeypatch.setattr(plugin, "_hook", lambda: pytest.fail("hooked while off"))
     plugin.register()
-    assert not plugin.is_registered()
+    assert not registration.is_registered()
 
 
 def test_off_is_stock_vllm(checkpoints: Callable[[str], Path]) -> None:

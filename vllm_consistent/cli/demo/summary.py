@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_consistent.cli import exit_codes
 from vllm_consistent.cli.demo.hardware import hardware, peak_memory_gb, versions
 from vllm_consistent.cli.demo.metrics import STOCK, Row
-from vllm_consistent.cli.demo.plan import STOCK_SAMPLES, STOCK_TOKENS
-
-if TYPE_CHECKING:
-    from vllm_consistent.cli.demo.run import DemoRun
+from vllm_consistent.cli.demo.output import OutputFolder
+from vllm_consistent.cli.demo.plan import STOCK_SAMPLES, STOCK_TOKENS, Plan
+from vllm_consistent.cli.demo.stock import StockResult
 
 _STATUS = {
     exit_codes.OK: "bit-equal",
@@ -22,7 +21,25 @@ _STATUS = {
 }
 
 
-def summarize(run: DemoRun, code: int, stopped_because: str | None) -> dict[str, Any]:
+class Reached(Protocol):
+    """What a run has reached, finished or not (`run.DemoRun`)."""
+
+    plan: Plan
+    problems: str
+    output: OutputFolder
+    rows: list[Row]
+    stock: StockResult | None
+    decode_rate: float | None
+    consistency: dict[str, Any] | None
+    contract: dict[str, str] | None
+    first_mismatch: dict[str, Any] | None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run, earlier parts included."""
+
+
+def summarize(run: Reached, code: int, stopped_because: str | None) -> dict[str, Any]:
     """Return the summary of `run`, finished or not.
 
     Args:
@@ -100,7 +117,7 @@ def _stock(rows: Sequence[Row], samples: int, max_tokens: int) -> dict[str, Any]
     }
 
 
-def _throughput(run: DemoRun) -> dict[str, Any]:
+def _throughput(run: Reached) -> dict[str, Any]:
     ours = run.decode_rate
     stock = run.stock.tokens_per_s if run.stock else None
     probe = run.plan.probe

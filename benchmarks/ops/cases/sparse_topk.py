@@ -19,7 +19,7 @@ _SMALL = ((1, 5), (300, 3000))
 _REASONS = {
     "triton": "counts keys by comparison in registers, where stock counts digits by shared-memory "
     "atomics, which Triton does not offer; ours defines ties and order",
-    "cuda": "counts bins as stock does, then ranks ties and sorts by place, which stock leaves open",
+    "cuda": "counts bins as stock does, then ranks ties and sorts by place; stock does neither",
 }
 _WORKSPACE_BYTES = 1 << 20  # vLLM's RADIX_TOPK_WORKSPACE_SIZE
 

@@ -84,6 +84,7 @@ def test_compile_cache_key_sees_the_digest(configure: Any) -> None:
         ({"kv_offloading_size": 1.0}, "kv_offloading_size is not supported"),
         ({"cpu_offload_gb": 1}, "weight offloading is not supported"),
         ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+        ({"quantization": "fp8"}, "quantization='fp8.*' is not supported; serve bfloat16 weights"),
     ],
 )
 def test_rejects(configure: Any, arguments: dict[str, Any], text: str) -> None:
@@ -131,6 +132,34 @@ def test_rejects_a_model(
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
         configure(edited(checkpoints("llama"), tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
+        ({"modules_to_not_convert": ["lm_head"]}, r"lacks model\.layers\.0\.mlp\.gate"),
+        (
+            {"modules_to_not_convert": ["model.layers.0.mlp.gate", "model.layers.2.mlp.gate",
+                                        "model.layers.1.self_attn.o_proj"]},
+            r"names model\.layers\.1\.self_attn\.o_proj",
+        ),
+    ],
+)  # fmt: skip
+def test_rejects_a_quantized_model(
+    configure: Any,
+    checkpoints: Callable[[str], Path],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    text: str,
+) -> None:
+    source = checkpoints("qwen3_moe_fp8")
+    assert contracts.attached(configure(source)).name == "moe_block_fp8_v1"
+    given = json.loads((source / "config.json").read_text())["quantization_config"]
+    folder = edited(source, tmp_path, quantization_config=given | changes)
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        configure(folder)
+    assert len(caught.value.violations) == 1, caught.value
 
 
 def test_all_violations_come_in_one_error(configure: Any) -> None:

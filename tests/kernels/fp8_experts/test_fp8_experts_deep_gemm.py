@@ -25,7 +25,8 @@ _INTERPRETED = """
 import interpreted_fp8
 import torch
 from fp8_expert_places import EXPERTS, SLOTS, operands, stand_in_gemm
-from consistent_kernels.fp8_experts import deep_gemm
+from consistent_kernels import deep_gemm_start as start
+from consistent_kernels.fp8_experts import deep_gemm, deep_gemm_start
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization.triton import quantize_rows_fwd
@@ -69,6 +70,25 @@ try:
     raise SystemExit("the probe missed a fault")
 except deep_gemm.NumericsError as error:
     assert "masked layout with 5 rows" in str(error), error
+
+# The start of a whole model passes what does not follow the rows, and names what does.
+start.ROWS = (1, 5, 16)
+deep_gemm_start.grouped_gemm = stand_in_gemm
+layer = deep_gemm_start.Fp8GroupedGemmShape(EXPERTS, 128, 256, 20, "fp32")
+start.check_rows(layer, torch.device("cpu"))
+
+def one_bit(x, weight, places, scale_format):
+    y = stand_in_gemm(x, weight, places, scale_format)
+    if places.place.numel() == 5:
+        y.view(torch.int16)[places.place[2], 3] ^= 1
+    return y
+
+deep_gemm_start.grouped_gemm = one_bit
+try:
+    start.check_rows(layer, torch.device("cpu"))
+    raise SystemExit("the start missed a fault")
+except deep_gemm.NumericsError as error:
+    assert "M=5 and M=20" in str(error), error
 
 for masked in (False, True):
     wide = torch.where(ids < 0, EXPERTS + 3, ids)  # beyond the last expert: nowhere too

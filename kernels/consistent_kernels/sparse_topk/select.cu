@@ -22,7 +22,6 @@ constexpr int BIN_BITS = 12;
 constexpr int BINS = 1 << BIN_BITS;
 constexpr int LISTED = 256;        // candidates that are ranked against each other
 constexpr u32 ALL = 0xffffffffu;
-constexpr int UNROLL = 8;          // vectors of a pass between branches: all that are kept
 
 struct Shared {
     u32 counts[BINS + 4];          // of this block; then a spare one, for places outside the row
@@ -119,6 +118,7 @@ __device__ __forceinline__ u32 first_of_bin(int bin) {
 // them again each time.
 template <int VECTORS>
 struct Keys {
+    static constexpr int UNROLL = VECTORS ? VECTORS : 4;  // vectors of a pass between branches
     const u32* row;
     int base, mine, first, stop;
     u32 kept[VECTORS ? VECTORS : 1][4];
@@ -171,11 +171,11 @@ struct Keys {
     __device__ __forceinline__ void within(u64 low, u64 high, Call call) const {
         const u32 low_key = (u32)(low >> 32), span = (u32)(high >> 32) - low_key;
         u32 four[4];
-#pragma unroll
+#pragma unroll (VECTORS ? 8 : 1)
         for (int from = 0; from < steps(); from += UNROLL) {
             u32 found = 0;
 #pragma unroll
-            for (int v = 0; v < (VECTORS ? VECTORS : UNROLL); ++v) {
+            for (int v = 0; v < UNROLL; ++v) {
                 if (!VECTORS && from + v >= steps()) break;
                 get(from + v, four);
 #pragma unroll
@@ -288,7 +288,7 @@ __device__ __forceinline__ void select_row(
         }
         __syncthreads();
         if (round == 0) {
-#pragma unroll UNROLL
+#pragma unroll Keys<VECTORS>::UNROLL
             for (int v = 0; v < steps; ++v) {
                 if (VECTORS) keys.order(v, keys.kept[VECTORS ? v : 0]);
                 keys.get(v, four);
@@ -376,7 +376,7 @@ __device__ __forceinline__ void select_row(
     // Four vectors at a time: a thread's counts, of at most four, lie in the bytes of a word.
     const u32 threshold_key = (u32)(threshold >> 32), threshold_place = (u32)threshold;
     constexpr int ROUND = VECTORS && VECTORS < 4 ? VECTORS : 4;
-#pragma unroll
+#pragma unroll (VECTORS ? 8 : 1)
     for (int from = 0; from < steps; from += ROUND) {
         u32 chosen = 0, counts = 0;
 #pragma unroll

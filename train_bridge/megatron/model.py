@@ -25,6 +25,7 @@ from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
 from consistent_kernels.router import RouterParameters
 from train_bridge.causal_lm import pack_for
+from train_bridge.masters import served_quantization
 from train_bridge.megatron.conversion import hf_named
 from train_bridge.megatron.layers import (
     MegatronModule,
@@ -184,7 +185,7 @@ def _new_state(
     except ConfigurationError as error:
         violations += error.violations
     if facts is not None:
-        if facts.quantization:
+        if served_quantization(hf_config, None):
             violations.append("block-FP8 models are not bridged yet; bridge the Hugging Face model")
         violations += disagreements(model.config, facts, hf_config)
         violations += _model_violations(model, facts, hf_config)

@@ -205,6 +205,14 @@ def test_bridge_rejects_another_model(name: str, value: Any, stock: torch.nn.Mod
         bridge_gpt_model(model, stock.config)
 
 
+def test_bridge_rejects_block_fp8(stock: torch.nn.Module) -> None:
+    model = gpt_model(stock.config)
+    quantized = copy.deepcopy(stock.config)
+    quantized.served_quantization = {"quant_method": "fp8"}
+    with pytest.raises(ConfigurationError, match="block-FP8 models are not bridged yet"):
+        bridge_gpt_model(model, quantized)
+
+
 def test_bridge_rejects_untied_against_tied(stock: torch.nn.Module) -> None:
     model = gpt_model(stock.config)
     tied = copy.deepcopy(stock.config)

@@ -211,6 +211,7 @@ def test_preflight_names_lengths_beyond_the_positions(checkpoint: Path, broken_k
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         {"architectures": ["GPT2LMHeadModel"]},
         {"vocab_size": 640},
+        {"served_quantization": {"quant_method": "fp8"}},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -9,6 +9,7 @@ from typing import Any
 from consistent_kernels.errors import ConfigurationError, UnsupportedError
 from consistent_kernels.model_facts import ModelFacts, model_facts
 from consistent_kernels.resolve import resolve_contract
+from train_bridge.masters import served_quantization
 from train_bridge.verl.preflight.view import View, Violation
 
 _PATH = "actor_rollout_ref.model.path"
@@ -31,8 +32,8 @@ def violations(view: View) -> Iterator[Violation]:
         for line in getattr(error, "violations", [str(error)]):
             yield Violation(_PATH, str(folder), line, "a supported model")
         return
-    if facts.quantization:
-        why = "quantized checkpoint: verl streams bf16 weights, FP8 ones are not wired yet"
+    if served_quantization(config, None):
+        why = "block-FP8 model: verl streams bf16 weights, FP8 ones are not wired yet"
         yield Violation(_PATH, str(folder), why, "a bfloat16 checkpoint")
         return
     yield from _vocabulary(folder, facts)

@@ -65,6 +65,9 @@ class Shape(Protocol):
         """Return the library's result [rows, N] for these rows of the operands."""
 
 
+_passed: set[tuple[Shape, torch.device]] = set()
+
+
 def probed_rows(max_rows: int) -> list[int]:
     """Return the row counts to probe, ascending, `max_rows` included."""
     return sorted({rows for rows in ROWS if rows < max_rows} | {max_rows})
@@ -116,6 +119,17 @@ def check_rows(shape: Shape, device: torch.device) -> None:
                     f"{_name(device)}. Use impl 'triton' here (VLLM_CONSISTENT_PROGRAM=triton) and "
                     "report it"
                 )
+
+    _passed.add((shape, device))
+
+
+def has_passed(shape: Shape, device: torch.device) -> bool:
+    """Whether `check_rows` has passed a shape like this one in this process, of any `max_rows`."""
+    return any(
+        device == of and dataclasses.replace(passed, max_rows=shape.max_rows) == shape
+        for passed, of in _passed
+        if type(passed) is type(shape)
+    )
 
 
 def _name(device: torch.device) -> str:

@@ -100,6 +100,7 @@ def expert_outputs_deep_gemm(
 
     Raises:
         UnsupportedError: x is not bf16.
+        NumericsError: the probe found that bits follow the batch.
     """
     if x.dtype != torch.bfloat16:
         raise UnsupportedError("experts", f"{x.dtype} with impl 'deep_gemm'", ["torch.bfloat16"])
@@ -111,6 +112,10 @@ def expert_outputs_deep_gemm(
         return triton.expert_outputs_fwd(x, w13, w2, ids, limit, layout)
     if not tokens:
         return x.new_empty((0, slots, columns))
+    from consistent_kernels.experts.deep_gemm_start import start
+
+    for weight in (w13, w2):
+        start(*weight.shape, weight.device)
     flat = aligned(ids.int().contiguous())
     places = expert_places(flat, experts, masked=is_masked(layout, tokens))
     gate_up = grouped_gemm(to_places(aligned_rows(x), places, slots), aligned(w13), places)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import torch
 
-from consistent_kernels.deep_gemm_start import LARGEST_ROWS
+from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, has_passed
 from consistent_kernels.experts.deep_gemm import grouped_gemm, is_masked, is_served
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places, to_places
+
+_FEWEST_ROWS = 1024
+"""Rows of a probe at first use: both layouts."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -54,6 +58,20 @@ class GroupedGemmShape:
         mine = ids[rows].contiguous()
         places = expert_places(mine, self.experts, masked=is_masked("fastest", mine.shape[0]))
         return from_places(grouped_gemm(to_places(x[rows], places, 1), weight, places), places)
+
+
+@functools.cache
+def start(experts: int, columns: int, inner: int, device: torch.device) -> None:
+    """Probe weights [E, N, K] once, unless `deep_gemm_start.prepare` has.
+
+    It waits for the device: the first call of a layer must not be captured in a graph.
+
+    Raises:
+        NumericsError: a row's bits follow the number of rows or the layout on this machine.
+    """
+    shape = GroupedGemmShape(experts, columns, inner, _FEWEST_ROWS)
+    if not has_passed(shape, device):
+        check_rows(shape, device)
 
 
 def layer_shapes(experts: int, hidden: int, width: int, rows: int) -> Iterable[GroupedGemmShape]:

@@ -43,6 +43,8 @@ def stand_in(x, weight, places):
     return y
 
 deep_gemm.grouped_gemm = stand_in
+started = []
+deep_gemm_start.start = lambda *shape: started.append(shape[:3])
 shape = SHAPES["tiny"]
 w13, w2 = prepared(shape, "triton", "cpu")
 for rows, layout in ((1, "contiguous"), (40, "contiguous"), (40, "masked"), (7, "fastest")):
@@ -61,6 +63,8 @@ for rows, layout in ((1, "contiguous"), (40, "contiguous"), (40, "masked"), (7, 
             assert_bitwise_equal(y[token, slot], expected, f"{rows} {layout} {token} {slot}")
         assert not y[ids < 0].any(), "rows that went nowhere are zero"
 
+assert set(started) == {(8, 128, 64), (8, 64, 64)}, "both weights are probed"
+
 # An expert named twice by every token: no place is left, and that shows.
 ids = torch.full((129, 2), 3, dtype=torch.int32)
 x = tokens(shape, 129, "cpu", seed=1)
@@ -72,8 +76,11 @@ assert bool(y.isnan().all(-1).flatten()[~finite].all())
 # The start-up probe passes what does not follow the rows, and names what does.
 deep_gemm.MASKED_TOKENS, start.ROWS = 16, (1, 5, 16, 17)
 deep_gemm_start.grouped_gemm = stand_in
-layer = deep_gemm_start.GroupedGemmShape(8, 64, 64, 20)
-start.check_rows(layer, torch.device("cpu"))
+layer, cpu = deep_gemm_start.GroupedGemmShape(8, 64, 64, 20), torch.device("cpu")
+assert not start.has_passed(layer, cpu)
+start.check_rows(layer, cpu)
+assert start.has_passed(deep_gemm_start.GroupedGemmShape(8, 64, 64, 9), cpu)
+assert not start.has_passed(deep_gemm_start.GroupedGemmShape(8, 128, 64, 20), cpu)
 
 def fault(x, weight, places):
     y = stand_in(x, weight, places)
@@ -83,7 +90,7 @@ def fault(x, weight, places):
 
 deep_gemm_start.grouped_gemm = fault
 try:
-    start.check_rows(layer, torch.device("cpu"))
+    start.check_rows(layer, cpu)
     raise SystemExit("the probe missed a fault")
 except start.NumericsError as error:
     assert "M=5 and M=20" in str(error), error

@@ -171,7 +171,7 @@ struct Keys {
     __device__ __forceinline__ void within(u64 low, u64 high, Call call) const {
         const u32 low_key = (u32)(low >> 32), span = (u32)(high >> 32) - low_key;
         u32 four[4];
-#pragma unroll (VECTORS ? 8 : 1)
+#pragma unroll
         for (int from = 0; from < steps(); from += UNROLL) {
             u32 found = 0;
 #pragma unroll
@@ -376,7 +376,7 @@ __device__ __forceinline__ void select_row(
     // Four vectors at a time: a thread's counts, of at most four, lie in the bytes of a word.
     const u32 threshold_key = (u32)(threshold >> 32), threshold_place = (u32)threshold;
     constexpr int ROUND = VECTORS && VECTORS < 4 ? VECTORS : 4;
-#pragma unroll (VECTORS ? 8 : 1)
+#pragma unroll
     for (int from = 0; from < steps; from += ROUND) {
         u32 chosen = 0, counts = 0;
 #pragma unroll

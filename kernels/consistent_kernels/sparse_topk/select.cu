@@ -134,6 +134,11 @@ struct Keys {
         bits[3] = four.w;
     }
 
+    __device__ __forceinline__ void load_kept() {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) load(v, kept[v]);
+    }
+
     // From loaded bits to keys.
     __device__ __forceinline__ void order(int v, u32 (&bits)[4]) const {
         const int i = v * THREADS + (int)threadIdx.x;
@@ -264,11 +269,6 @@ __device__ __forceinline__ void select_row(
     const int t = threadIdx.x, lane = t % 32, warp = t / 32;
     const int steps = keys.steps();
     u32 four[4];
-    // The loads are on their way while the counts are cleared.
-    if (VECTORS) {
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) keys.load(v, keys.kept[v]);
-    }
     if (t < 8) shared.block_counts[t] = 0;
     if (t == 0) shared.listed_count = 0;
     // The k-th largest is among the 64-bit keys (score, then place) from low to high: the need-th
@@ -431,6 +431,13 @@ __device__ __forceinline__ void sparse_topk(
     long long stride, int columns, int k, int wide
 ) {
     const int row = blockIdx.y;
+    // A row that starts at its first column is on its way before its borders are known.
+    constexpr bool GUESS = CLUSTER == 1 && VECTORS > 0 && VECTORS <= 2;
+    Keys<VECTORS> keys;
+    keys.row = scores + row * stride;
+    keys.base = 0;
+    keys.mine = (columns + 3) / 4;
+    if (GUESS) keys.load_kept();
     const long long given_start = wide ? ((const long long*)starts)[row] : ((const int*)starts)[row];
     const long long given_end = wide ? ((const long long*)ends)[row] : ((const int*)ends)[row];
     const int start = (int)max(given_start, 0ll);
@@ -448,12 +455,12 @@ __device__ __forceinline__ void sparse_topk(
     const int origin = start & ~3;
     const int vectors = (end - origin + 3) / 4;
     const int share = (vectors + CLUSTER - 1) / CLUSTER;
-    Keys<VECTORS> keys;
-    keys.row = scores + row * stride + origin;
+    keys.row += origin;
     keys.base = rank * share;
     keys.mine = min(share, vectors - keys.base);
     keys.first = start - origin;
     keys.stop = end - origin;
+    if (!GUESS || origin) keys.load_kept();
     select_row<CLUSTER, VECTORS>(shared, keys, rank, keys.first, (u32)k, out);
 }
 

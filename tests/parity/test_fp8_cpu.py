@@ -1,10 +1,11 @@
-"""Engine = trainer on the CPU for block-FP8 Qwen3-MoE: FP8 on one side, masters on the other."""
+"""Engine = trainer on the CPU for block-FP8 Qwen3-MoE and Qwen3: FP8 here, masters there."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from moe_parity import MoeParityRelations
 from parity import ParityRelations, rollout, sampled_scores, train_step, trainer_scores
 from transformers import PreTrainedModel
 
@@ -17,11 +18,10 @@ from train_bridge.weights import exported_weights, weight_receipt
 pytestmark = pytest.mark.engine
 
 
-class TestQwen3MoeFp8OnCpu(ParityRelations):
+class TestQwen3MoeFp8OnCpu(MoeParityRelations):
     """16 experts, 4 a token; one dense layer among them; a checkpoint as Qwen publishes it."""
 
     family = "qwen3_moe_fp8"
-    flipped = "model.layers.0.mlp.gate.weight"
 
     def test_contract_is_the_fp8_one(self, engine: Any) -> None:
         report = engine.consistency_report()
@@ -52,6 +52,19 @@ class TestQwen3MoeFp8OnCpu(ParityRelations):
         scores = trainer_scores(trainer, samples)
         assert_bitwise_equal(scores.detach(), sampled_scores(samples), "masters sent")
 
+    def test_reload_by_vllm_serves_the_checkpoint_again(
+        self, engine: Any, trainer: PreTrainedModel
+    ) -> None:
+        engine.update_weights({n: p.detach() * 1.5 for n, p in trainer.named_parameters()})
+        total = weight_receipt(trainer).digest.total
+        assert engine.llm.collective_rpc("weight_receipt")[0]["total"] != total
+        engine.llm.collective_rpc("reload_weights")
+        engine.reset_prefix_cache()
+        assert engine.llm.collective_rpc("weight_receipt")[0]["total"] == total
+        samples = rollout(engine, 35)
+        scores = trainer_scores(trainer, samples)
+        assert_bitwise_equal(scores.detach(), sampled_scores(samples), "reloaded")
+
     def test_scales_without_values_are_refused(self, engine: Any, trainer: PreTrainedModel) -> None:
         name = "model.layers.1.self_attn.k_proj.weight"
         weights = dict(exported_weights(trainer))
@@ -80,3 +93,19 @@ class TestQwen3MoeFp8OnCpu(ParityRelations):
         sampled = sampled_scores(samples)
         report = compare_logprobs(sampled, train, torch.ones_like(sampled))
         assert report.mismatched_tokens > 0.9 * report.num_tokens
+
+
+class TestQwen3Fp8OnCpu(ParityRelations):
+    """Dense; what the layout of a batch and the controls show is shown above."""
+
+    family = "qwen3_fp8"
+    test_trainer_layouts_equal_the_engine = None
+    test_update_from_equal_weights_changes_no_bit = None
+    test_control_stock_forward_diverges = None
+    test_control_temperature_on_one_side_diverges = None
+    test_control_one_flipped_bit_diverges = None
+    test_control_unpushed_update_diverges = None
+    test_lost_parameter_is_refused = None
+
+    def test_contract_is_the_fp8_one(self, engine: Any) -> None:
+        assert engine.contract.name == "dense_block_fp8_v1"

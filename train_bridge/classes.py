@@ -6,6 +6,7 @@ and accelerate match layers by that name, and `save_pretrained` writes it into c
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
@@ -28,8 +29,19 @@ from train_bridge.moe import ExpertsForward, SparseMoeBlockForward, TopKRouterFo
 
 
 def _consistent(forward: type, stock: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `stock` with the forward of `forward`, found as Consistent<name>."""
-    made = type(stock.__name__, (forward, stock), {"__module__": __name__, "stock": stock})
+    """Return a subclass of `stock` with the forward of `forward`, found as Consistent<name>.
+
+    torch.compile leaves the forward as it is: our ops are opaque, so there is nothing to fuse, and
+    what could be fused between them would change bits.
+    """
+    body = {
+        "__module__": __name__,
+        "stock": stock,
+        "forward": torch.compiler.disable(
+            forward.forward, reason="a bridged forward runs the engine's kernels as they are"
+        ),
+    }
+    made = type(stock.__name__, (forward, stock), body)
     made.__qualname__ = f"Consistent{stock.__name__}"
     return made
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from consistent_kernels.attention import AttentionParameters
@@ -19,10 +18,8 @@ from train_bridge.classes import CONSISTENT, MODELS, QUANTIZED, UNUSED, Consiste
 from train_bridge.functions.quantization import QuantizedWeights
 from train_bridge.masters import remember_quantization, served_quantization
 from train_bridge.modules import Bridged, unwrapped
-from train_bridge.state import BridgeState, WeightVersion
+from train_bridge.state import MASTER_DTYPES, BridgeState, WeightVersion
 from train_bridge.weights import follow_optimizers
-
-_MASTER_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def bridge_model(
@@ -164,7 +161,7 @@ def _model_violations(model: Any) -> list[str]:
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if dropout:
         violations.append(f"attention_dropout={dropout} is not supported; set it to 0")
-    dtypes = {p.dtype for p in model.parameters()} - set(_MASTER_DTYPES)
+    dtypes = {p.dtype for p in model.parameters()} - set(MASTER_DTYPES)
     if dtypes:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         violations.append(f"parameters of {names} are not supported; use float32 or bfloat16")

@@ -81,9 +81,14 @@ class Bridged:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the bridged model inside DDP's or Megatron's wrappers; else the innermost module."""
-    while not isinstance(model, Bridged) and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
+    """Return the bridged model inside DDP's, Megatron's or torch.compile's wrappers; else the
+    innermost module.
+    """
+    while not isinstance(model, Bridged):
+        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 
 from consistent_kernels.attention import AttentionParameters
 from consistent_kernels.contract import Contract
-from consistent_kernels.errors import StaleWeightsError
+from consistent_kernels.errors import StaleWeightsError, invalid
 from consistent_kernels.experts import prepare_expert_weight
 from consistent_kernels.linear import prepare_weight
 from consistent_kernels.model_facts import ModelFacts
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MODEL_DTYPE = torch.bfloat16
 """Activations and rounded weights; masters may be fp32."""
+
+MASTER_DTYPES = (torch.float32, torch.bfloat16)
+"""What rounds to the engine's weight in one step."""
 
 
 class WeightVersion:
@@ -118,6 +121,8 @@ class BridgeState:
     def _kept(
         self, name: str, masters: tuple[torch.Tensor, ...], prepare: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
+        for master in masters:
+            self._check_master(name, master)
         if self.sharded:
             return prepare()
         key = self.key_of(*masters)
@@ -132,6 +137,18 @@ class BridgeState:
     def engine_rows(self, name: str, master: torch.Tensor) -> torch.Tensor:
         """Return the rows of the master as the engine orders them; as they are, by default."""
         return master
+
+    @staticmethod
+    def _check_master(name: str, master: torch.Tensor) -> None:
+        # model.half() after bridging would round twice, and the engine once.
+        if master.dtype not in MASTER_DTYPES:
+            raise invalid(
+                "forward",
+                f"the weight of {name}",
+                "float32 or bfloat16",
+                master.dtype,
+                "Cast the model back, and load its weights again",
+            )
 
     def _prepare(self, master: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         # A tensor made in inference mode could not be saved for a later backward.

@@ -22,6 +22,7 @@ from consistent_kernels.errors import (
     invalid,
 )
 from consistent_kernels.protocol.report import ConsistencyReport
+from consistent_kernels.protocol.temperature import check_temperature
 from vllm_consistent import env, plugin
 
 QUICK_START: dict[str, Any] = {
@@ -150,7 +151,8 @@ class ConsistentEngine:
             Samples by prompt, then by index.
 
         Raises:
-            InvalidInputError: no prompt, or parameters without log-probs.
+            InvalidInputError: no prompt, an id outside the vocabulary, or parameters without
+                log-probs.
             ConsistencyError: vLLM returned a token without its log-prob.
         """
         if not prompts:
@@ -158,6 +160,7 @@ class ConsistentEngine:
         every = params if isinstance(params, Sequence) else [params]
         if any(item.logprobs is None for item in every):
             raise invalid("generate_with_logprobs", "params.logprobs", "at least 0", None)
+        self._check_ids("generate_with_logprobs", prompts)
         self._refuse_stale()
         requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
@@ -175,11 +178,17 @@ class ConsistentEngine:
         Args:
             sequences: token ids, each at least 2 and shorter than max_model_len.
             temperature: as in sampling; 0 scores at 1.
+
+        Raises:
+            InvalidInputError: no sequence, an id outside the vocabulary, or a temperature that
+                vLLM would raise to 0.01.
         """
         from vllm import SamplingParams
 
         if not sequences:
             raise invalid("score", "sequences", "at least one", "an empty list")
+        check_temperature("score", temperature)
+        self._check_ids("score", sequences)
         self._refuse_stale()
         # vLLM scores a prompt only on the way to a token; that token is thrown away.
         params = SamplingParams(
@@ -231,6 +240,14 @@ class ConsistentEngine:
                 "the prefix cache could not be reset: requests are running. Finish or abort them; "
                 "rollouts that would read old pages are refused"
             )
+
+    def _check_ids(self, op: str, sequences: Sequence[Sequence[int]]) -> None:
+        # Without a tokenizer vLLM checks no id; the worker would fail at every later step.
+        vocab = int(self.contract.model["vocab_size"])
+        for number, ids in enumerate(sequences):
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise invalid(op, f"ids of sequence {number}", f"below {vocab}", int(token))
 
     def _refuse_stale(self) -> None:
         # The worker refuses too, but only once requests are queued, and then they stay there.

@@ -212,6 +212,9 @@ def compare_logprobs(
         InvalidInputError: shapes or number of rows differ, another dtype, a mask that is not 0/1.
     """
     rollout, train, mask, token_ids = (as_rows(x) for x in (rollout, train, mask, token_ids))
+    for name, side in (("rollout", rollout), ("train", train)):
+        if side is None:
+            raise invalid("compare_logprobs", name, "log-probs", None)
     given = [x for x in (rollout, train, mask, token_ids) if x is not None]
     shapes = {tuple(x.shape) for x in given if isinstance(x, torch.Tensor)}
     if len(shapes) > 1:

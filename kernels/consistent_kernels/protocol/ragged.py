@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,12 @@ def as_rows(data: Any) -> torch.Tensor | Sequence[Any] | None:
 
     A row that is None (an engine that returned no log-probs) is an empty row.
     """
+    if isinstance(data, torch.Tensor) and data.is_nested:
+        return list(data.unbind())
     if data is None or isinstance(data, torch.Tensor):
         return data
+    if isinstance(data, str | Mapping) or not isinstance(data, Iterable):
+        raise invalid(_OP, "log-probs", "a tensor or lists of numbers", type(data).__name__)
     if hasattr(data, "__array__"):
         return torch.as_tensor(data)
     rows = [torch.as_tensor(row) if hasattr(row, "__array__") else row for row in data]
@@ -81,7 +85,11 @@ def _row(name: str, row: Any) -> torch.Tensor:
     if name == "token_ids":
         return torch.tensor(list(row), dtype=torch.int64)
     values = [float("nan") if value is None else value for value in row]
-    return _check_dtype(name, torch.tensor(values, dtype=torch.float64))
+    try:
+        tensor = torch.tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise invalid(_OP, f"a row of {name}", "numbers or None", f"{row!r:.80}") from error
+    return _check_dtype(name, tensor)
 
 
 def dense_values(name: str, data: torch.Tensor | Sequence[Any], width: int) -> Rows:

@@ -239,3 +239,27 @@ def test_compare_logprobs_rejects_shapes_and_masks() -> None:
         compare_logprobs(values[None], values[None])
     with pytest.raises(InvalidInputError, match="token_ids must be integers"):
         compare_logprobs(values, values, token_ids=values)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (None, "rollout must be log-probs, got None"),
+        ({0: [-1.0]}, "a tensor or lists of numbers, got dict"),
+        (-1.0, "a tensor or lists of numbers, got float"),
+        ("abc", "a tensor or lists of numbers, got str"),
+        ([["a"]], "a row of rollout must be numbers or None"),
+    ],
+)
+def test_rejects_what_holds_no_log_probs(rollout: object, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        compare_logprobs(rollout, [[-1.0]])
+
+
+def test_nested_tensors_are_rows() -> None:
+    rows = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert compare_logprobs(nested, rows).num_tokens == 3
+    assert compare_logprobs(nested, nested).bitwise_equal
+    other = [rows[0], rows[1].nextafter(torch.tensor(0.0))]
+    assert compare_logprobs(nested, other).mismatched_tokens == 1

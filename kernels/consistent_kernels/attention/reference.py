@@ -17,6 +17,7 @@ import torch
 from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.plan import AttentionPlan, TileGroup
 from consistent_kernels.attention.spec import KEY_TILE
+from consistent_kernels.cpu_gemm import plain_gemms
 
 LOWEST = torch.finfo(torch.float32).min
 """Running maximum before the first key: finite, so that no inf - inf arises."""
@@ -47,10 +48,11 @@ def _scratch(
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, name: str, group: TileGroup) -> torch.Tensor:
-    # MKL threads a lone matrix from inside, with other kernels: a batch has at least two.
-    if a.shape[0] == 1:
-        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-    return torch.bmm(a, b, out=_scratch(group, name, (a.shape[0], a.shape[1], b.shape[2])))
+    with plain_gemms():
+        # MKL threads a lone matrix from inside, with other kernels: a batch has at least two.
+        if a.shape[0] == 1:
+            return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        return torch.bmm(a, b, out=_scratch(group, name, (a.shape[0], a.shape[1], b.shape[2])))
 
 
 @functools.cache

@@ -104,7 +104,8 @@ def program(impl: str) -> Program:
         from consistent_kernels import vendored
 
         schedule = schedule | {"library_sha256": vendored.find_binary("_vllm_fa3_C").sha256}
-    return Program(impl, source_sha256("attention", "spec.py", *files), schedule)
+    shared = ("cpu_gemm.py",) if impl == "reference" else ()
+    return Program(impl, source_sha256("attention", "spec.py", *files, shared=shared), schedule)
 
 
 def choose(device_type: str, arch: str | None = None, facts: Any = None) -> str:

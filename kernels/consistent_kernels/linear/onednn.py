@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from consistent_kernels.cpu_gemm import plain_gemms
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.linear.probe import probe_inputs, rows_per_call
 from consistent_kernels.linear.reference import linear_ref
@@ -31,10 +32,11 @@ def multiply_bf16(
     Args:
         x: [R, K]; weight: [N, K]; bias: [N] or None; out: [R, N]; all bf16.
     """
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+    with plain_gemms():
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_onednn(

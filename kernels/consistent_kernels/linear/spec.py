@@ -63,6 +63,7 @@ def program(impl: str) -> Program:
     """
     shared = ("alignment.py",) if impl in ("triton", "deep_gemm") else ()
     shared = llvm.SOURCES if impl == "llvm" else shared
+    shared = ("cpu_gemm.py",) if impl in ("reference", "onednn") else shared
     source = source_sha256("linear", "spec.py", "schedule.py", *_FILES[impl], shared=shared)
     return Program(impl, source, _schedule(impl))
 

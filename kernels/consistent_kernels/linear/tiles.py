@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from consistent_kernels.cpu_gemm import plain_gemms
 from consistent_kernels.linear.schedule import TILE_COLUMNS, TILE_ROWS
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
@@ -46,7 +47,8 @@ def _multiply_blocks(
 ) -> None:
     blocks = weight.view(-1, TILE_COLUMNS, weight.shape[1]).transpose(1, 2)
     count = blocks.shape[0]
-    product = torch.bmm(x.expand(count, *x.shape), blocks)
+    with plain_gemms():
+        product = torch.bmm(x.expand(count, *x.shape), blocks)
     if bias is not None:
         product += bias.float().view(count, 1, TILE_COLUMNS)
     out.view(x.shape[0], count, TILE_COLUMNS).copy_(product.transpose(0, 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.cpu_gemm import plain_gemms
 from consistent_kernels.sparse_attention.spec import ENTRY_TILE
 from consistent_kernels.tree import halving_sum
 
@@ -19,10 +20,11 @@ CHUNK_BYTES = 64 << 20
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    # MKL threads a lone matrix from inside, with other kernels: a batch has at least two.
-    if a.shape[0] == 1:
-        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-    return torch.bmm(a, b)
+    with plain_gemms():
+        # MKL threads a lone matrix from inside, with other kernels: a batch has at least two.
+        if a.shape[0] == 1:
+            return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        return torch.bmm(a, b)
 
 
 def padded_indices(indices: torch.Tensor, multiple: int) -> torch.Tensor:

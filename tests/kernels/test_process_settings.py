@@ -1,21 +1,27 @@
-"""No op's bits follow torch's default dtype.
+"""No op's bits follow the settings of the process: default dtype, precision of fp32 GEMMs, oneDNN.
 
-Training frameworks set it to bfloat16 while they build a model, and vLLM leaves it there when
+Training frameworks set bfloat16 as default while they build a model, and vLLM leaves it there when
 loading one fails (set_default_torch_dtype in vllm/utils/torch_utils.py restores nothing then).
+Trainers ask for fast fp32 GEMMs; an engine in another process does not.
 """
 
 from __future__ import annotations
 
+import pytest
+import torch
 from fresh_process import output_of_process
+
+from consistent_kernels.linear.onednn import native_bf16
 
 # In a process of its own: probes and tables are computed once, under whichever dtype comes first.
 _SOURCE = """
 import expert_cases
 from attention_cases import CASES, borders
-from consistent_kernels.attention import attention_varlen, attention_varlen_bwd
+from consistent_kernels.attention import attention_varlen
 from consistent_kernels.experts import experts
 from consistent_kernels.fp8_linear import fp8_linear
 from consistent_kernels.linear import linear, prepare_weight
+from consistent_kernels.linear.onednn import native_bf16
 from consistent_kernels.quantization import quantize_rows, quantize_weight
 from consistent_kernels.rms_norm import add_rms_norm
 from consistent_kernels.rotary import RopeParameters, rotary
@@ -39,18 +45,23 @@ few = expert_cases.tokens(shape, 33, "cpu", seed=10)
 ids, weights = expert_cases.routing(shape, 33, "cpu", seed=11)
 wide, fp8_master = rows(9, 256, seed=12), rows(256, 256, seed=13).float()
 chosen = torch.arange(70) * 15
+deep, deep_master = rows(70, 1536, seed=14), rows(192, 1536, seed=15)
 
-torch.set_default_dtype(torch.{dtype})
+{setting}
 
 print_bits(*add_rms_norm(x, residual, norm, 1e-6, **ref))
 print_bits(silu_and_mul(x, up, **ref))
 print_bits(linear(x, prepare_weight(master, dtype=x.dtype, **ref), **ref))
+for impl in ("reference", "onednn") if native_bf16() else ("reference",):
+    for out_dtype in (None, torch.float32):
+        options = {"impl": impl, "out_dtype": out_dtype}
+        weight = prepare_weight(deep_master, dtype=deep.dtype, **options)
+        print_bits(linear(deep, weight, **options))
 rope = RopeParameters(128, 128, 1e6, 512, "yarn", 4.0, original_max_position=128)
 print_bits(*rotary(torch.arange(total), q, k, rope=rope, **ref))
 cu = borders(lengths)
 out, lse = attention_varlen(q, k, v, cu, cu, params=params, **ref)
 print_bits(out, lse)
-print_bits(*attention_varlen_bwd(q, q, k, v, out, lse, cu, cu, params=params, **ref))
 fp32_head = prepare_weight(head, dtype=x.dtype, out_dtype=torch.float32, **ref)
 scores = token_logprobs(x, fp32_head, chosen, temperature=0.7, **ref)
 print_bits(*scores)
@@ -61,10 +72,32 @@ print_bits(fp8_linear(wide, *quantize_weight(fp8_master, **ref), **ref))
 """
 
 
-def test_ops_do_not_follow_the_default_dtype() -> None:
-    expected, found = (
-        output_of_process(_SOURCE.replace("{dtype}", dtype), threads=1)
-        for dtype in ("float32", "bfloat16")
-    )
-    assert expected.count("\n") == 18
-    assert found == expected
+SETTINGS = {
+    "default dtype": "torch.set_default_dtype(torch.bfloat16)",
+    "fast fp32": "native_bf16(); torch.set_float32_matmul_precision('medium')",
+    "no oneDNN": "native_bf16(); torch.backends.mkldnn.enabled = False",
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    printed = output_of_process(_SOURCE.replace("{setting}", ""), threads=1)
+    assert printed.count("\n") == (19 if native_bf16() else 17)
+    return printed
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_ops_do_not_follow_the_settings_of_the_process(expected: str, setting: str) -> None:
+    source = _SOURCE.replace("{setting}", SETTINGS[setting])
+    assert output_of_process(source, threads=1) == expected
+
+
+@pytest.mark.skipif(native_bf16() is None, reason="this CPU multiplies fp32 in fp32 always")
+def test_control_fast_fp32_changes_stock_gemms() -> None:
+    x, weight = torch.randn(64, 512), torch.randn(256, 512)
+    expected = torch.nn.functional.linear(x, weight)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert not torch.equal(torch.nn.functional.linear(x, weight), expected)
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -8,6 +8,7 @@ that FSDP2's hooks (which gather them around each module's forward) keep working
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -65,6 +66,16 @@ class Scoring:
         self.entropy = entropy
 
 
+class Gemm(NamedTuple):
+    """y [M, columns] = x [M, inner] W^T, fp32 or in the model dtype; over tiles of rows where
+    `streamed`."""
+
+    columns: int
+    inner: int
+    out_fp32: bool = False
+    streamed: bool = False
+
+
 class Bridged:
     """What `bridge_model` puts on a module beside its new class."""
 
@@ -78,6 +89,14 @@ class Bridged:
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, parameter) of a bridged model."""
         yield from self.named_parameters()
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield the GEMMs of this module's own forward, without those that have a bias."""
+        yield from ()
+
+    def expert_stack(self) -> tuple[int, int, int] | None:
+        """Return (E, H, I) of the experts that this module's own forward runs in bf16, or None."""
+        return None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -95,6 +114,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 class LinearForward(Bridged):
     """nn.Linear as y = round(x round(W)^T + b)."""
 
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield its GEMM."""
+        if self.bias is None:
+            yield Gemm(*self.weight.shape)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] in the model dtype to [T, N]."""
         state = self._bridge
@@ -108,6 +132,10 @@ class LMHeadForward(Bridged):
     """nn.Linear as the output head: fp32 logits, or scores of given tokens without logits."""
 
     serves = "head"
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield its GEMM."""
+        yield Gemm(*self.weight.shape, out_fp32=True, streamed=True)
 
     def forward(
         self, hidden: torch.Tensor, scoring: Scoring | None = None

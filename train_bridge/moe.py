@@ -6,13 +6,15 @@ gather them one by one; what they exchange is Hugging Face's (logits, weights, i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from train_bridge.functions.ambient import isolated
 from train_bridge.functions.experts import ExpertsFunction
 from train_bridge.functions.linear import LinearFunction
 from train_bridge.functions.router import RouterFunction
-from train_bridge.modules import Bridged
+from train_bridge.modules import Bridged, Gemm
 
 _linear = isolated(LinearFunction)
 _router = isolated(RouterFunction)
@@ -23,6 +25,10 @@ class TopKRouterForward(Bridged):
     """A gate with fp32 logits and the experts that it chooses."""
 
     serves = "router"
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield its GEMM."""
+        yield Gemm(*self.weight.shape, out_fp32=True)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] to (logits [T, E] fp32, weights [T, K] fp32, ids [T, K] int32)."""
@@ -40,6 +46,10 @@ class ExpertsForward(Bridged):
     """Stacked expert weights: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
 
     serves = "experts"
+
+    def expert_stack(self) -> tuple[int, int, int]:
+        """Return (E, H, I)."""
+        return tuple(self.down_proj.shape)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

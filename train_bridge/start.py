@@ -7,8 +7,7 @@ import torch
 from consistent_kernels.deep_gemm_start import Shape
 from consistent_kernels.token_logprobs.spec import BACKWARD_ROWS, STREAM_ROWS
 from train_bridge.fp8 import Fp8ExpertsForward, Fp8LinearForward
-from train_bridge.modules import LinearForward, LMHeadForward
-from train_bridge.moe import ExpertsForward, TopKRouterForward
+from train_bridge.modules import Bridged
 from train_bridge.state import BridgeState
 
 _FEWEST_ROWS = 1024
@@ -46,29 +45,27 @@ def _dense_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> set[
     from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS, GemmShape, served_shapes
 
     probed = min(rows, LARGEST_ROWS)
-    shapes = set()
-    for module in model.modules():
-        if isinstance(module, LMHeadForward):
-            columns, inner = module.weight.shape
-            impl = state.impl("token_logprobs")
-            head_rows = min(probed, max(STREAM_ROWS[impl], BACKWARD_ROWS[impl]))
-            shapes.add(GemmShape(columns, inner, head_rows, out_fp32=True))
-        elif isinstance(module, TopKRouterForward):
-            shapes.add(GemmShape(*module.weight.shape, probed, out_fp32=True))
-        elif isinstance(module, LinearForward) and module.bias is None:
-            shapes.add(GemmShape(*module.weight.shape, probed))
+    head = state.impl("token_logprobs")
+    streamed = min(probed, max(STREAM_ROWS[head], BACKWARD_ROWS[head]))
+    shapes = {
+        GemmShape(gemm.columns, gemm.inner, streamed if gemm.streamed else probed, gemm.out_fp32)
+        for module in model.modules()
+        if isinstance(module, Bridged)
+        for gemm in module.gemms()
+    }
     return served_shapes(shapes)
 
 
 def _grouped_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> set[Shape]:
-    experts = [module for module in model.modules() if isinstance(module, ExpertsForward)]
-    if not experts or state.impl("experts") != "deep_gemm":
+    stacks = [m.expert_stack() for m in model.modules() if isinstance(m, Bridged)]
+    stacks = [stack for stack in stacks if stack is not None]
+    if not stacks or state.impl("experts") != "deep_gemm":
         return set()
     from consistent_kernels.experts.deep_gemm_start import layer_shapes
 
     shapes: set[Shape] = set()
-    for module in experts:
-        shapes.update(layer_shapes(*module.down_proj.shape, rows * state.router.top_k))
+    for stack in stacks:
+        shapes.update(layer_shapes(*stack, rows * state.router.top_k))
     return shapes
 
 

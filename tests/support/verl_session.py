@@ -1,6 +1,6 @@
-"""verl's FSDP2 actor with our engine beside a live vLLM engine, in one process; prints JSON.
+"""verl's actor with our engine beside a live vLLM engine, in one process; prints JSON.
 
-python verl_session.py FAMILY FOLDER
+python verl_session.py FAMILY FOLDER STRATEGY     (fsdp2 or megatron)
 
 Two training steps through verl's own calls (`compute_log_prob`, `update_actor`, its bucketed weight
 transfer); log-probs are compared before, between and after them.
@@ -25,6 +25,14 @@ from word_tokenizer import TOKENIZER_LENGTH, write_tokenizer
 TEMPERATURE = 0.7
 PROMPTS = [[5 + 11 * i + j for j in range(9 + 4 * i)] for i in range(4)]
 
+RECIPES = {"fsdp2": "true_on_policy_grpo_fsdp", "megatron": "true_on_policy_grpo_megatron"}
+MEGATRON = (
+    # Set by verl's trainer, which is not here.
+    "actor_rollout_ref.actor.optim.total_training_steps=10",
+    # Without warm-up the first step moves weights.
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+)
+
 
 def start_process_group(folder: Path, rank: int = 0, world: int = 1) -> None:
     """Join a gloo group, with the variables that verl's workers read."""
@@ -42,14 +50,15 @@ def start_process_group(folder: Path, rank: int = 0, world: int = 1) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
 
 
-def compose_recipe(model: Path, *overrides: str) -> Any:
+def compose_recipe(model: Path, *overrides: str, strategy: str = "fsdp2") -> Any:
     """Return the shipped configuration, small."""
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("train_bridge.verl.config", version_base=None):
         return compose(
-            "true_on_policy_grpo_fsdp",
+            RECIPES[strategy],
             overrides=[
+                *(MEGATRON if strategy == "megatron" else ()),
                 f"actor_rollout_ref.model.path={model}",
                 f"data.train_batch_size={len(PROMPTS)}",
                 "actor_rollout_ref.rollout.n=2",
@@ -66,6 +75,9 @@ def compose_recipe(model: Path, *overrides: str) -> Any:
 def start_actor(config: Any, actor_class: Any = None) -> Any:
     """Return verl's worker with the actor built."""
     from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        import verl_megatron_cpu  # noqa: F401  after the process group
 
     worker = (actor_class or ActorRolloutRefWorker)(config=config.actor_rollout_ref, role="actor")
     worker.init_model()

@@ -121,6 +121,16 @@ def from_hf_state(
 ) -> dict[str, torch.Tensor]:
     """Return a megatron-core state dict (TP 1, PP 1) holding the values of a Hugging Face one.
 
+    Args, errors: as `megatron_named`.
+    """
+    return dict(megatron_named(hf_state, facts, vocab_rows=vocab_rows))
+
+
+def megatron_named(
+    hf_state: Mapping[str, torch.Tensor], facts: ModelFacts, *, vocab_rows: int | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (megatron-core name, tensor) of Hugging Face weights; each is read when it is due.
+
     Args:
         hf_state: by Hugging Face name; a repeated tied `lm_head.weight` is passed over. Experts
             stacked, as transformers names them, or one by one, as checkpoints do.
@@ -128,42 +138,40 @@ def from_hf_state(
         vocab_rows: rows of the padded vocabulary, where it is padded; the new rows are 0.
 
     Raises:
-        InvalidInputError: a name is missing or unknown.
+        InvalidInputError: a name is missing, or unknown (found last).
     """
-    state = dict(hf_state)
+    left = set(hf_state)
     if facts.tie_word_embeddings:
-        state.pop(_HEAD[1], None)
-    taken: dict[str, torch.Tensor] = {}
+        left.discard(_HEAD[1])
+    missing_rows = (vocab_rows or facts.vocab_size) - facts.vocab_size
 
     def take(name: str) -> torch.Tensor:
-        if name not in state:
+        if name not in left:
             raise InvalidInputError(f"from_hf_state: hf_state must hold {name}, and does not")
-        return state.pop(name)
+        left.remove(name)
+        return hf_state[name]
 
     for ours, theirs in _plain_names(facts):
-        taken[ours] = take(theirs)
+        tensor = take(theirs)
+        if missing_rows and ours in (_EMBEDDING[0], _HEAD[0]):
+            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, missing_rows))
+        yield ours, tensor
     for ours, parts in _fused_names(facts):
         stacked = torch.cat([take(name) for name in parts])
         if _is_qkv(ours):
             interleaved = torch.empty_like(stacked)
             interleaved[qkv_rows(facts).to(stacked.device)] = stacked
             stacked = interleaved
-        taken[ours] = stacked
+        yield ours, stacked
     for names, stacked_name, separate in _expert_names(facts):
-        if stacked_name in state:
+        if stacked_name in left:
             # Copies: a view would keep the tensor of all experts alive.
             each = (row.clone() for row in take(stacked_name))
         else:
             each = (torch.cat([take(name) for name in parts]) for parts in separate)
-        taken |= dict(zip(names, each, strict=True))
-    if state:
-        raise invalid("from_hf_state", "hf_state", "of known names", sorted(state)[:5])
-    if vocab_rows is not None and vocab_rows != facts.vocab_size:
-        for name in (_EMBEDDING[0], _HEAD[0]):
-            if name in taken:
-                padding = (0, 0, 0, vocab_rows - facts.vocab_size)
-                taken[name] = torch.nn.functional.pad(taken[name], padding)
-    return taken
+        yield from zip(names, each, strict=True)
+    if left:
+        raise invalid("from_hf_state", "hf_state", "of known names", sorted(left)[:5])
 
 
 def hf_named(

@@ -7,7 +7,7 @@ Parameters, names and checkpoints are megatron-core's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from train_bridge.functions.token_logprobs import TokenLogprobsFunction
 from train_bridge.megatron.conversion import qkv_sizes
 from train_bridge.megatron.functions import FusedQKVFunction
 from train_bridge.megatron.state import BatchLayout, MegatronState
-from train_bridge.modules import Bridged, Scoring
+from train_bridge.modules import Bridged, Gemm, Scoring
 from train_bridge.state import MODEL_DTYPE
 
 _linear = isolated(LinearFunction)
@@ -87,7 +87,18 @@ def _multiply(module: Any, x: torch.Tensor) -> torch.Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-class VllmColumnParallelLinear(MegatronModule, tensor_parallel.ColumnParallelLinear):
+class VllmLinear(MegatronModule):
+    """What both linears share."""
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield its GEMMs: several where a cut falls inside a block of columns."""
+        if self.bias is None:
+            rows, inner = self.weight.shape
+            for columns in self.state.parts.get(self._bridge_name) or [rows]:
+                yield Gemm(columns, inner)
+
+
+class VllmColumnParallelLinear(VllmLinear, tensor_parallel.ColumnParallelLinear):
     """y = round(x round(W)^T + b). A fused qkv comes out as q, k, v (see `SelfAttention` below)."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -98,7 +109,7 @@ class VllmColumnParallelLinear(MegatronModule, tensor_parallel.ColumnParallelLin
         """Nothing is left to do: the backward has computed the weight's gradient."""
 
 
-class VllmRowParallelLinear(MegatronModule, tensor_parallel.RowParallelLinear):
+class VllmRowParallelLinear(VllmLinear, tensor_parallel.RowParallelLinear):
     """y = round(x round(W)^T + b)."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -315,6 +326,11 @@ class VllmOutputLayer(MegatronModule, tensor_parallel.ColumnParallelLinear):
     """The output head: fp32 logits, or scores of given tokens without logits."""
 
     serves = "head"
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield its GEMM, padded vocabulary rows left out."""
+        facts = self.state.facts
+        yield Gemm(facts.vocab_size, facts.hidden_size, out_fp32=True, streamed=True)
 
     def forward(
         self,

@@ -40,6 +40,7 @@ from train_bridge.megatron.refusals import config_violations, disagreements
 from train_bridge.megatron.state import MegatronState
 from train_bridge.modules import Scoring, unwrapped
 from train_bridge.packing import PackedBatch
+from train_bridge.start import prepare_kernels
 
 _MASTER_DTYPES = (torch.float32, torch.bfloat16)
 _CONTAINERS = (
@@ -73,7 +74,10 @@ class ConsistentGPTModel(MegatronModule, GPTModel):
             ConfigurationError: `labels` is given: megatron-core's loss has other log-probs.
         """
         if batch is None:
+            ids = args[0] if args else kwargs["input_ids"]
+            prepare_kernels(self, self.state, ids.numel())
             return super().forward(*args, **kwargs)
+        prepare_kernels(self, self.state, batch.num_tokens)
         lengths = torch.tensor(batch.offsets).diff()
         packed = PackedSeqParams(
             qkv_format="thd",

@@ -8,6 +8,7 @@ Parameters and names are those of its grouped experts (`linear_fc1.weight0`, ...
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from train_bridge.functions.linear import LinearFunction
 from train_bridge.functions.router import RouterFunction
 from train_bridge.megatron.functions import ListedExpertsFunction
 from train_bridge.megatron.layers import MegatronModule, new_weight
+from train_bridge.modules import Gemm
 
 _linear = isolated(LinearFunction)
 _router = isolated(RouterFunction)
@@ -35,6 +37,10 @@ class VllmTopKRouter(MegatronModule, TopKRouter):
     """A gate with fp32 logits and the experts that it chooses; no auxiliary loss."""
 
     serves = "router"
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Yield its GEMM."""
+        yield Gemm(*self.weight.shape, out_fp32=True)
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -78,6 +84,11 @@ class VllmGroupedMLP(MegatronModule, nn.Module):
     """All experts of one layer, on the rank of the token."""
 
     serves = "experts"
+
+    def expert_stack(self) -> tuple[int, int, int]:
+        """Return (E, H, I)."""
+        down = self.linear_fc2
+        return down.experts, *down.weight0.shape
 
     def __init__(
         self,

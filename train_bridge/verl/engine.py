@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
-from consistent_kernels.errors import ConfigurationError, UnsupportedError
+from consistent_kernels.errors import ConfigurationError
 from consistent_kernels.model_facts import model_facts
 from consistent_kernels.protocol.handover import Handover
 from consistent_kernels.resolve import resolve_contract
 from train_bridge.determinism import deterministic_gradients
 from train_bridge.hf import bridge_model
-from train_bridge.modules import Scoring
+from train_bridge.verl.scoring import score_request
 from train_bridge.verl.weight_stream import weight_stream
 
 
@@ -75,70 +73,16 @@ class ConsistentFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         return weight_stream(self.module, named, served=self.served), None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict]:
-        """Return what the bridged forward takes: a packed batch, and which tokens to score.
-
-        Only response tokens are scored where the batch says which these are; others are 0.
-        """
-        _refuse_batch(micro_batch)
-        input_ids, position_ids = micro_batch["input_ids"], micro_batch["position_ids"]
-        offsets = input_ids.offsets()
-        packed = self.module.pack(
-            input_ids.values().unsqueeze(0), None, position_ids.values().unsqueeze(0), offsets
-        )
-        ids = packed.next_ids()
-        rows = ((ids >= 0) & _before_response(micro_batch, offsets)).nonzero().squeeze(1)
-        scoring = Scoring(
-            rows=rows,
-            ids=ids.index_select(0, rows),
-            temperature=_temperature(micro_batch["temperature"], offsets, rows),
-            valid_vocab=min(self._valid_vocab, self.module.config.vocab_size),
-            banned=_banned(self._banned_ids, ids.device),
-            entropy=bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", False)),
-        )
-        return {"batch": packed, "scoring": scoring}, {"rows": rows, "tokens": packed.num_tokens}
+        """Return what the bridged forward takes: a packed batch, and which tokens to score."""
+        vocab = min(self._valid_vocab, self.module.config.vocab_size)
+        request = score_request(self.module, micro_batch, vocab, self._banned_ids)
+        return {"batch": request.batch, "scoring": request.scoring}, {"request": request}
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
         """Return log_probs (and entropy) as verl's jagged tensors: entry t is about token t + 1."""
-        offsets = micro_batch["input_ids"].offsets()
-
-        def jagged(column: torch.Tensor) -> torch.Tensor:
-            full = column.new_zeros(output_args["tokens"])
-            full = full.index_copy(0, output_args["rows"], column)
-            return torch.nested.nested_tensor_from_jagged(full, offsets)
-
-        log_probs, entropy = output
-        found = {"log_probs": jagged(log_probs)}
-        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
-            found["entropy"] = jagged(entropy)
-        return found
-
-
-def _temperature(
-    temperature: float | torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
-) -> float | torch.Tensor:
-    """One number, or verl's [B] tensor spread over the scored rows, fp32 as the engine divides."""
-    if not isinstance(temperature, torch.Tensor):
-        return float(temperature)
-    heat = temperature.to(rows.device, torch.float32)
-    return heat.repeat_interleave(offsets.diff())[rows]
-
-
-def _banned(ids: list[int] | None, device: torch.device) -> torch.Tensor | None:
-    return None if ids is None else torch.tensor(ids, dtype=torch.int64, device=device)
-
-
-def _before_response(micro_batch: TensorDict, offsets: torch.Tensor) -> torch.Tensor:
-    """[T] bool: tokens whose next one lies in a response; all where responses are not jagged."""
-    tokens = torch.ones(int(offsets[-1]), dtype=torch.bool, device=offsets.device)
-    responses = micro_batch.get("responses", None)
-    if responses is None or not responses.is_nested:
-        return tokens
-    lengths = offsets.diff()
-    until = offsets[1:].repeat_interleave(lengths)
-    count = responses.offsets().diff().to(offsets.device).repeat_interleave(lengths)
-    return torch.arange(tokens.numel(), device=offsets.device) >= until - count - 1
+        return output_args["request"].outputs(output)
 
 
 def _refuse(model_config: Any, engine_config: Any) -> None:
@@ -158,11 +102,3 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
         found.append("the tokenizer is not loaded: its length bounds the vocabulary of the rollout")
     if found:
         raise ConfigurationError(found, "training engine")
-
-
-def _refuse_batch(micro_batch: TensorDict) -> None:
-    for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
-        if tu.get_non_tensor_data(micro_batch, key, False):
-            raise UnsupportedError("training engine", key, ["log_probs", "entropy"])
-    if extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])):
-        raise UnsupportedError("training engine", "images, video or audio", ["text"])

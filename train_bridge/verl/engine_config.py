@@ -7,7 +7,7 @@ import dataclasses
 from consistent_kernels.errors import ConfigurationError
 
 try:
-    from verl.workers.config import FSDPEngineConfig
+    from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
 except ModuleNotFoundError as error:  # an extra, so the message says which
     raise ModuleNotFoundError(
         f"{error}; verl is an extra of this project: pip install vllm-consistent[verl]"
@@ -44,4 +44,24 @@ class ConsistentFSDPEngineConfig(FSDPEngineConfig):
             )
         from train_bridge.verl.registry import activate
 
-        activate()
+        activate("fsdp2")
+
+
+@dataclasses.dataclass
+class ConsistentMcoreEngineConfig(McoreEngineConfig):
+    """verl's Megatron engine configuration; building one activates our engine in this process.
+
+    `actor_rollout_ref.actor.megatron._target_` (and `ref.megatron._target_`) name this class.
+
+    Args:
+        deterministic_gradients, program: as in `ConsistentFSDPEngineConfig`.
+    """
+
+    deterministic_gradients: bool = False
+    program: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from train_bridge.verl.registry import activate
+
+        activate("megatron")

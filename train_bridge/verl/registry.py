@@ -15,8 +15,11 @@ VENDOR = "train_bridge"
 DEVICES = ("cuda", "cpu")
 
 
-def activate() -> None:
-    """Register our engines in this process and make verl choose them. Idempotent.
+def activate(backend: str) -> None:
+    """Register our engine of a backend in this process and make verl choose it. Idempotent.
+
+    Args:
+        backend: "fsdp2" or "megatron", which needs megatron-core.
 
     Raises:
         ConfigurationError: VERL_ENGINE_VENDOR already asks for another vendor's engines.
@@ -24,11 +27,14 @@ def activate() -> None:
     env.select_verl_engine(VENDOR)
     from verl.workers.engine import EngineRegistry
 
-    from train_bridge.verl.engine import ConsistentFSDPEngineWithLMHead
+    if backend == "megatron":
+        from train_bridge.verl.megatron_engine import ConsistentMegatronEngineWithLMHead as engine
+    else:
+        from train_bridge.verl.engine import ConsistentFSDPEngineWithLMHead as engine
 
-    known = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
+    known = EngineRegistry._engines.get("language_model", {}).get(backend, {})
     devices = [device for device in DEVICES if (device, VENDOR) not in known]
-    register(EngineRegistry, ConsistentFSDPEngineWithLMHead, "fsdp2", devices)
+    register(EngineRegistry, engine, backend, devices)
 
 
 def register(registry: Any, engine: type, backend: str, devices: list[str]) -> None:

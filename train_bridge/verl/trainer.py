@@ -25,6 +25,7 @@ from train_bridge.verl.comparison import (
     compare_step,
     react,
 )
+from train_bridge.verl.preflight.view import View
 from train_bridge.verl.workers import ConsistentActorRolloutRefWorker
 
 logger = logging.getLogger("verl.true_on_policy")
@@ -154,7 +155,8 @@ class TrueOnPolicyTrainer(MeasuringTrainer):
         report = compare_logprobs(ref, old, mask)
         metrics[f"{PREFIX}ref_mismatched_tokens"] = report.mismatched_tokens
         if not report.bitwise_equal and self.policy.on_mismatch == ABORT:
+            section = View(self.config).section
             raise LogprobMismatchError(
                 f"step 1: reference and policy hold the same weights, but {report} differs. "
-                "Set actor_rollout_ref.ref.fsdp_config._target_ as in actor.fsdp_config"
+                f"Set actor_rollout_ref.ref.{section}._target_ as in actor.{section}"
             )

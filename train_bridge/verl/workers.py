@@ -8,6 +8,8 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from consistent_kernels.errors import ConfigurationError
+from train_bridge.verl.preflight.relations import ENGINE_CONFIGS
+from train_bridge.verl.preflight.view import SECTIONS
 
 
 class ConsistentActorRolloutRefWorker(ActorRolloutRefWorker):
@@ -22,11 +24,12 @@ class ConsistentActorRolloutRefWorker(ActorRolloutRefWorker):
         """
         for key, part in (("actor", self.actor), ("ref", self.ref)):
             if part is not None and not hasattr(part.engine, "handover"):
+                strategy = part.engine_config.strategy
+                section, wanted = SECTIONS.get(strategy), ENGINE_CONFIGS.get(strategy)
                 raise ConfigurationError(
                     [
-                        f"actor_rollout_ref.{key}.fsdp_config._target_: the engine is "
-                        f"{type(part.engine).__name__}, not ours; set it to "
-                        "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig and leave "
+                        f"actor_rollout_ref.{key}.{section}._target_: the engine is "
+                        f"{type(part.engine).__name__}, not ours; set it to {wanted} and leave "
                         "VERL_ENGINE_VENDOR unset"
                     ],
                     "training engine",

@@ -24,7 +24,8 @@ from vllm_consistent.worker import ConsistencyWorkerExtension
 _NO_RECORD = (
     "the trainer sent no receipt with its weights: its engine is not ours. Set "
     "actor_rollout_ref.actor.fsdp_config._target_="
-    "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig"
+    "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig (strategy megatron: "
+    "actor_rollout_ref.actor.megatron._target_=...ConsistentMcoreEngineConfig)"
 )
 
 _SWITCH = (

@@ -27,15 +27,21 @@ def base() -> Any:
     return composed()
 
 
+@pytest.fixture(scope="session")
+def megatron_base() -> Any:
+    """The shipped configuration of the Megatron engine, composed once."""
+    return composed("true_on_policy_grpo_megatron")
+
+
 @pytest.fixture
-def broken_keys(base: Any) -> Callable[[dict[str, Any]], Sequence[str]]:
+def broken_keys(base: Any) -> Callable[..., Sequence[str]]:
     """Return keys(changes): the keys that the preflight names once keys have other values."""
     from omegaconf import OmegaConf
 
     from train_bridge.verl.preflight import violations
 
-    def keys(changes: dict[str, Any] | None = None) -> list[str]:
-        config = copy.deepcopy(base)
+    def keys(changes: dict[str, Any] | None = None, of: Any = None) -> list[str]:
+        config = copy.deepcopy(base if of is None else of)
         for key, value in (changes or {}).items():
             OmegaConf.update(config, key, value, force_add=True)
         return [found.key for found in violations(config)]

@@ -32,6 +32,40 @@ def test_shipped_configuration_passes(name: str) -> None:
         assert [str(found) for found in violations(compose(name))] == []
 
 
+OVERRIDES = {
+    "actor_rollout_ref.rollout.n=3": ("actor_rollout_ref.rollout.n", 3),
+    "data.train_batch_size=24": ("actor_rollout_ref.actor.ppo_mini_batch_size", 24),
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=1": (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
+        1,
+    ),
+    "reward=reward": ("reward.num_workers", 8),
+}
+
+
+@pytest.mark.parametrize("name", ["true_on_policy_grpo_fsdp", "true_on_policy_grpo_megatron"])
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_verl_overrides_work(override: str, name: str) -> None:
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(SHIPPED[name].parent), version_base=None):
+        config = compose(name, overrides=[override])
+    key, value = OVERRIDES[override]
+    assert OmegaConf.select(config, key) == value
+    assert violations(config) == []
+
+
+def test_megatron_by_verls_own_switch_is_named() -> None:
+    from hydra import compose, initialize_config_dir
+
+    name = "true_on_policy_grpo_fsdp"
+    with initialize_config_dir(str(SHIPPED[name].parent), version_base=None):
+        (found,) = violations(compose(name, overrides=["model_engine=megatron"]))
+    assert found.key == "model_engine"
+    assert "true_on_policy_grpo_megatron" in found.use
+
+
 def test_preflight_lists_all_violations_in_one_error(base: Any) -> None:
     config = copy.deepcopy(base)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
@@ -86,6 +120,7 @@ STOCK = "verl.workers.config.FSDPEngineConfig"
         (f"{ROLLOUT}.seed", "soon"),
         (f"{ROLLOUT}.max_model_len", 100),
         ("actor_rollout_ref.actor.strategy", "fsdp"),
+        ("model_engine", "veomni"),
         (ACTOR_TARGET, STOCK),
         (REF_TARGET, STOCK),
         (SWITCH, "0"),
@@ -109,24 +144,58 @@ def test_preflight_wants_one_program_on_both_sides(broken_keys: Keys) -> None:
     assert broken_keys({engine: "fastest"}) == []
 
 
+ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
+MCORE_OPTIONS = f"{ACTOR}.override_transformer_config"
+
+
 @pytest.mark.parametrize(
-    "size",
+    "rule", [r for r in keys.ENGINES if ".megatron." in r.key], ids=lambda rule: rule.key
+)
+def test_preflight_names_a_key_of_the_megatron_engine(
+    rule: Fixed, megatron_base: Any, broken_keys: Keys
+) -> None:
+    found = broken_keys({rule.key: wrong_value(rule)}, of=megatron_base)
+    # The reference's keys follow the actor's where verl makes them.
+    assert rule.key in found
+    assert set(found) <= {rule.key, rule.key.replace(ACTOR, REF)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
     [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
+        (f"{ACTOR}._target_", "verl.workers.config.McoreEngineConfig"),
+        (f"{REF}._target_", "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig"),
+        (f"{ACTOR}.override_mcore_model_config.moe_config.freeze_moe_router", True),
+        ("actor_rollout_ref.actor.optim.optimizer", "muon"),
+        (f"{MCORE_OPTIONS}.hidden_dropout", 0.1),
+        (f"{MCORE_OPTIONS}.moe_aux_loss_coeff", 1e-3),
     ],
 )
-def test_preflight_names_a_megatron_size(size: str, broken_keys: Keys) -> None:
-    section = "actor_rollout_ref.actor.megatron"
-    ours = {
-        "actor_rollout_ref.actor.strategy": "megatron",
-        f"{section}._target_": "train_bridge.verl.anything",
-        "actor_rollout_ref.actor.use_kl_loss": False,
-    }
-    assert broken_keys(ours) == []
-    assert broken_keys(ours | {f"{section}.{size}": 2}) == [f"{section}.{size}"]
+def test_preflight_names_a_broken_relation_of_the_megatron_engine(
+    key: str, value: Any, megatron_base: Any, broken_keys: Keys
+) -> None:
+    named = broken_keys({key: value}, of=megatron_base)
+    assert any(key.startswith(found) for found in named)
+    assert {found.replace(REF, ACTOR) for found in named} == {named[0].replace(REF, ACTOR)}
+
+
+def test_preflight_names_recomputation_of_core_attention(
+    megatron_base: Any, broken_keys: Keys
+) -> None:
+    granularity = {f"{MCORE_OPTIONS}.recompute_granularity": "selective"}
+    modules = f"{MCORE_OPTIONS}.recompute_modules"
+    wrong = broken_keys({**granularity, modules: ["core_attn", "moe"]}, of=megatron_base)
+    assert wrong == [modules, modules.replace(ACTOR, REF)]
+    assert broken_keys({**granularity, modules: ["moe"]}, of=megatron_base) == []
+
+
+def test_preflight_names_megatron_core(
+    megatron_base: Any, broken_keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = installation.installed_versions() | {"megatron-core": None}
+    monkeypatch.setattr(installation, "installed_versions", lambda: found)
+    assert broken_keys(of=megatron_base) == ["package megatron-core"]
+    assert broken_keys() == [], "FSDP2 does not need it"
 
 
 def test_preflight_leaves_an_unused_reference_alone(broken_keys: Keys) -> None:

@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine with our forward on two ranks: shards change no bit."""
+"""verl's engines with our forward on two ranks: shards change no bit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,30 @@ SAMPLES = [
 """As in `verl_rank.py`; rank r has samples r, r + 2."""
 
 
+CASES = {
+    "fsdp2": ("qwen3", "ConsistentFSDPEngineWithLMHead"),
+    "megatron": ("qwen3_moe", "ConsistentMegatronEngineWithLMHead"),
+}
+"""Model and engine of each strategy."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def strategy(request: pytest.FixtureRequest) -> str:
+    """verl's backend."""
+    if request.param == "megatron":
+        pytest.importorskip("megatron.core", reason="needs megatron-core (extra: megatron)")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(strategy: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    write_tokenizer(save_tiny_model(folder / "model", "qwen3"))
+    write_tokenizer(save_tiny_model(folder / "model", CASES[strategy][0]))
     search = os.pathsep.join([str(SUPPORT), *(path for path in sys.path if path)])
     running = [
         subprocess.Popen(
-            [sys.executable, str(SUPPORT / "verl_rank.py"), str(rank), str(folder)],
+            [sys.executable, str(SUPPORT / "verl_rank.py"), str(rank), str(folder), strategy],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -68,21 +83,34 @@ def in_order(ranks: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     return [ranks[i % 2][key][i // 2] for i in range(len(SAMPLES))]
 
 
-def model_of(ranks: list[dict[str, Any]]) -> torch.nn.Module:
-    model = tiny_model("qwen3")
+def model_of(ranks: list[dict[str, Any]], strategy: str) -> torch.nn.Module:
+    model = tiny_model(CASES[strategy][0])
     model.load_state_dict(ranks[0]["weights"])
     return bridge_model(model)
 
 
-def test_verl_two_ranks_score_as_one_unsharded_model(ranks: list[dict[str, Any]]) -> None:
-    assert all(rank["sharded"] for rank in ranks)
-    before = unsharded_rows(bridge_model(tiny_model("qwen3")))
+def test_verl_two_ranks_score_as_one_unsharded_model(
+    ranks: list[dict[str, Any]], strategy: str
+) -> None:
+    family, engine = CASES[strategy]
+    assert [rank["engine"] for rank in ranks] == [engine] * 2
+    assert all(0.4 < rank["shard"] < 0.6 for rank in ranks)
+    before = unsharded_rows(bridge_model(tiny_model(family)))
     assert compare_logprobs(in_order(ranks, "before"), before).bitwise_equal
 
 
-def test_verl_two_ranks_export_what_they_score_with(ranks: list[dict[str, Any]]) -> None:
+def test_verl_two_ranks_export_what_they_score_with(
+    ranks: list[dict[str, Any]], strategy: str
+) -> None:
     assert ranks[0]["total"] == ranks[1]["total"]
-    assert compare_logprobs(in_order(ranks, "after"), unsharded_rows(model_of(ranks))).bitwise_equal
+    alone = unsharded_rows(model_of(ranks, strategy))
+    assert compare_logprobs(in_order(ranks, "after"), alone).bitwise_equal
+
+
+def test_verl_two_ranks_resume_bit_equal(ranks: list[dict[str, Any]]) -> None:
+    after = in_order(ranks, "after")
+    assert not compare_logprobs(in_order(ranks, "moved"), after).bitwise_equal, "the control"
+    assert compare_logprobs(in_order(ranks, "resumed"), after).bitwise_equal
 
 
 def test_control_verl_two_ranks_step_changes_log_probs(ranks: list[dict[str, Any]]) -> None:

@@ -55,7 +55,7 @@ def contract_digest(view: View) -> str | None:
     try:
         facts = model_facts(_config(folder), "bfloat16")
         device = str(view.get("trainer.device", "cuda"))
-        program = view.get("actor_rollout_ref.actor.fsdp_config.program")
+        program = view.get(f"actor_rollout_ref.actor.{view.section}.program")
         return resolve_contract(facts, device, only=program).digest
     except Exception:  # no such device on this machine, a model that no contract covers
         return None

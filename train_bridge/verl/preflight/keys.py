@@ -8,6 +8,7 @@ from train_bridge.verl.preflight.view import Fixed, View, Violation
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 
@@ -23,12 +24,7 @@ TOPOLOGY = (
     Fixed(f"{_ROLLOUT}.data_parallel_size", (1,), "one engine a replica is what is verified"),
     Fixed(f"{_ROLLOUT}.expert_parallel_size", (1,), "not tested"),
     Fixed(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "it cuts sequences inside attention"),
-    Fixed(
-        f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-        (1,),
-        "it cuts sequences inside attention",
-    ),
-    Fixed("actor_rollout_ref.ref.ulysses_sequence_parallel_size", (1,), "it cuts sequences"),
+    Fixed(f"{_REF}.ulysses_sequence_parallel_size", (1,), "it cuts sequences inside attention"),
     *(
         Fixed(f"{_ENGINE}.{name}", (1,), why)
         for name, why in (
@@ -53,6 +49,10 @@ UPDATES = (
     ),
     Fixed("actor_rollout_ref.hybrid_engine", (True,), _STALE),
     Fixed(f"{_ROLLOUT}.nnodes", (0,), f"standalone replicas: {_STALE}"),
+    Fixed(
+        f"{_ROLLOUT}.over_sample_rate", (0, 0.0), "surplus samples are aborted: partial rollouts"
+    ),
+    Fixed("trainer.v1.sampler.custom_sampler.path", ("",), f"it may pick old samples: {_STALE}"),
     Fixed(f"{_ROLLOUT}.disaggregation.enabled", (False,), "the cache may come from other weights"),
     Fixed("skip.rollout.enable", (False,), f"recorded rollouts: {_STALE}"),
     Fixed("skip.rollout_tq.enable", (False,), f"recorded rollouts: {_STALE}"),
@@ -77,27 +77,15 @@ ADAPTERS = (
 NUMERICS = (
     Fixed(f"{_ROLLOUT}.dtype", ("bfloat16",), "the contract is for bfloat16"),
     Fixed(f"{_ENGINE}.dtype", ("bfloat16",), "the contract is for bfloat16"),
-    Fixed(f"{_ACTOR}.fsdp_config.dtype", ("bfloat16",), "the contract is for bfloat16"),
-    Fixed(
-        f"{_ACTOR}.fsdp_config.model_dtype",
-        ("fp32", "float32", "bf16", "bfloat16"),
-        "masters must hold what rounds to the engine's weights",
-    ),
-    Fixed(
-        f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype",
-        ("bf16", "bfloat16"),
-        "weights would be rounded otherwise than in the engine",
-    ),
     Fixed(f"{_ROLLOUT}.quantization", ("",), "no contract covers quantized weights here yet"),
+    Fixed(f"{_ROLLOUT}.quantization_config_file", ("",), "it changes the engine's weights alone"),
     Fixed(f"{_ENGINE}.quantization", ("",), "no contract covers quantized weights here yet"),
     Fixed(f"{_ENGINE}.kv_cache_dtype", ("auto", "bfloat16"), "the trainer keeps bf16 keys"),
-    Fixed(f"{_ACTOR}.fsdp_config.qat.enable", (False,), _REPLACES),
     Fixed(f"{_MODEL}.use_fused_kernels", (False,), _REPLACES),
     Fixed(f"{_ACTOR}.use_fused_kernels", (False,), _REPLACES),
     Fixed(f"{_MODEL}.use_liger", (False,), _REPLACES),
     Fixed(f"{_MODEL}.tiled_mlp.enabled", (False,), _REPLACES),
     Fixed(f"{_ACTOR}.use_prefix_grouper", (False,), _REPLACES),
-    Fixed(f"{_ACTOR}.fsdp_config.pad_to_length", (False,), "padding is never computed"),
     Fixed(f"{_ACTOR}.pad_to_length", (False,), "padding is never computed"),
     Fixed(
         f"{_ROLLOUT}.full_determinism",
@@ -133,7 +121,56 @@ SAMPLING = (
     ),
 )
 
-ALL = (*TOPOLOGY, *UPDATES, *ADAPTERS, *NUMERICS, *SAMPLING)
+
+def _fsdp(section: str) -> tuple[Fixed, ...]:
+    return (
+        Fixed(
+            f"{section}.ulysses_sequence_parallel_size", (1,), "it cuts sequences inside attention"
+        ),
+        Fixed(f"{section}.dtype", ("bfloat16",), "the contract is for bfloat16"),
+        Fixed(
+            f"{section}.model_dtype",
+            ("fp32", "float32", "bf16", "bfloat16"),
+            "masters must hold what rounds to the engine's weights",
+        ),
+        Fixed(
+            f"{section}.mixed_precision.param_dtype",
+            ("bf16", "bfloat16"),
+            "weights would be rounded otherwise than in the engine",
+        ),
+        Fixed(f"{section}.qat.enable", (False,), _REPLACES),
+        Fixed(f"{section}.pad_to_length", (False,), "padding is never computed"),
+    )
+
+
+def _megatron(section: str) -> tuple[Fixed, ...]:
+    return (
+        Fixed(f"{section}.tensor_model_parallel_size", (1,), _ORDER),
+        Fixed(f"{section}.expert_tensor_parallel_size", (1,), _ORDER),
+        Fixed(f"{section}.pipeline_model_parallel_size", (1,), "stages are not bridged"),
+        Fixed(f"{section}.virtual_pipeline_model_parallel_size", (1,), "stages are not bridged"),
+        Fixed(f"{section}.context_parallel_size", (1,), "it cuts sequences inside attention"),
+        Fixed(
+            f"{section}.dynamic_context_parallel", (False,), "it cuts sequences inside attention"
+        ),
+        Fixed(f"{section}.expert_model_parallel_size", (1,), "its dispatcher adds experts by id"),
+        Fixed(f"{section}.use_megatron_fsdp", (False,), "our modules are not sharded by it"),
+        Fixed(f"{section}.use_mbridge", (True,), "verl's engine refuses to start otherwise"),
+        Fixed(f"{section}.dtype", ("bfloat16",), "the contract is for bfloat16"),
+        Fixed(f"{section}.qat.enable", (False,), _REPLACES),
+        Fixed(f"{section}.pad_to_length", (False,), "padding is never computed"),
+        Fixed(f"{section}.router_replay.mode", ("disabled",), "both sides route by themselves"),
+    )
+
+
+ENGINES = (
+    *_fsdp(f"{_ACTOR}.fsdp_config"),
+    *_fsdp(f"{_REF}.fsdp_config"),
+    *_megatron(f"{_ACTOR}.megatron"),
+    *_megatron(f"{_REF}.megatron"),
+)
+
+ALL = (*TOPOLOGY, *UPDATES, *ADAPTERS, *NUMERICS, *SAMPLING, *ENGINES)
 
 
 def violations(view: View) -> Iterator[Violation]:

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistent_kernels.protocol.temperature import LOWEST_TEMPERATURE, is_shared_temperature
-from train_bridge.verl.preflight.view import View, Violation
+from train_bridge.verl.preflight.view import SECTIONS, View, Violation
 
 EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
-ENGINE_CONFIG = "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig"
+ENGINE_CONFIGS = {
+    "fsdp2": "train_bridge.verl.engine_config.ConsistentFSDPEngineConfig",
+    "megatron": "train_bridge.verl.engine_config.ConsistentMcoreEngineConfig",
+}
+_GROUPS = {"fsdp2": "dp", "megatron": "megatron"}
+_CONFIGS = {"dp": "true_on_policy_grpo_fsdp", "megatron": "true_on_policy_grpo_megatron"}
 SWITCH = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT"
 PROGRAM = f"{SWITCH}_PROGRAM"
-_OURS = "train_bridge."
 _ROLLOUT = "actor_rollout_ref.rollout"
 _HARMLESS_OVERRIDES = ("attn_implementation", "model_config")
-_SECTION = {"fsdp2": "fsdp_config", "megatron": "megatron"}
-_MEGATRON_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
+_RECOMPUTATION = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_modules",
+    "recompute_num_layers",
 )
+_HARMLESS_MCORE = (*_RECOMPUTATION, "attention_backend")
+_MCORE_OPTIMIZERS = ("adam", "sgd")
 
 
 def violations(view: View) -> Iterator[Violation]:
@@ -31,6 +36,7 @@ def violations(view: View) -> Iterator[Violation]:
         _seed,
         _lengths,
         _engine,
+        _mcore,
         _program,
         _plugin,
         _model_overrides,
@@ -91,36 +97,75 @@ def _lengths(view: View) -> Iterator[Violation]:
 
 def _engine(view: View) -> Iterator[Violation]:
     strategy = view.strategy
-    if strategy not in _SECTION:
+    if strategy not in SECTIONS:
         yield Violation(
             "actor_rollout_ref.actor.strategy",
             strategy,
             "our engine does not exist for it, so verl's would run",
-            "'fsdp2'",
+            "'fsdp2' or 'megatron'",
         )
         return
-    section = _SECTION[strategy]
-    for part in ("actor", "ref"):
-        key = f"actor_rollout_ref.{part}.{section}._target_"
-        target = str(view.get(key, ""))
-        if not target.startswith(_OURS) and (part == "actor" or view.uses_reference):
-            yield Violation(key, target, "verl's own engine would compute log-probs", ENGINE_CONFIG)
-    if strategy != "megatron":
+    group = view.get("model_engine", _GROUPS[strategy])
+    if group != _GROUPS[strategy]:
+        yield Violation(
+            "model_engine",
+            group,
+            f"verl's configuration groups of another engine than {strategy!r}",
+            f"--config-name {_CONFIGS[group]}" if group in _CONFIGS else _GROUPS[strategy],
+        )
         return
-    for name in _MEGATRON_SIZES:
-        key = f"actor_rollout_ref.actor.megatron.{name}"
-        size = view.get(key, 1)
-        if size != 1:
-            yield Violation(key, size, "its collectives add in an order that is not pinned", "1")
+    for part in _parts(view):
+        key = f"actor_rollout_ref.{part}.{view.section}._target_"
+        target = str(view.get(key, ""))
+        if target != ENGINE_CONFIGS[strategy]:
+            yield Violation(
+                key, target, "verl's own engine would compute log-probs", ENGINE_CONFIGS[strategy]
+            )
+
+
+def _parts(view: View) -> tuple[str, ...]:
+    return ("actor", "ref") if view.uses_reference else ("actor",)
+
+
+def _mcore(view: View) -> Iterator[Violation]:
+    if view.strategy != "megatron":
+        return
+    for part in _parts(view):
+        section = f"actor_rollout_ref.{part}.megatron"
+        for name, value in view.mapping(f"{section}.override_transformer_config").items():
+            if name not in _HARMLESS_MCORE and value is not None:
+                yield Violation(
+                    f"{section}.override_transformer_config.{name}",
+                    value,
+                    "it changes the trainer's model alone",
+                    "the checkpoint's config.json, which both sides read",
+                )
+        selective = f"{section}.override_transformer_config"
+        modules = view.get(f"{selective}.recompute_modules", ())
+        if view.get(f"{selective}.recompute_granularity") == "selective" and "core_attn" in modules:
+            yield Violation(
+                f"{selective}.recompute_modules",
+                list(modules),
+                "our attention keeps no scores that could be recomputed",
+                "the list without core_attn",
+            )
+        model = view.mapping(f"{section}.override_mcore_model_config")
+        if model:
+            yield Violation(
+                f"{section}.override_mcore_model_config", model, "our model does not read it", "{}"
+            )
+    key = "actor_rollout_ref.actor.optim.optimizer"
+    optimizer = str(view.get(key, _MCORE_OPTIMIZERS[0])).lower()
+    if optimizer not in _MCORE_OPTIMIZERS:
+        yield Violation(key, optimizer, "its layout of weights is not tested", "adam")
 
 
 def _program(view: View) -> Iterator[Violation]:
     engine = str(view.get(PROGRAM, "fastest")).lower()
-    section = _SECTION.get(view.strategy, "fsdp_config")
-    for part in ("actor", "ref"):
-        key = f"actor_rollout_ref.{part}.{section}.program"
+    for part in _parts(view):
+        key = f"actor_rollout_ref.{part}.{view.section}.program"
         trainer = str(view.get(key, "fastest")).lower()
-        if trainer != engine and (part == "actor" or view.uses_reference):
+        if trainer != engine:
             wanted = "null" if engine == "fastest" else engine
             yield Violation(
                 key, trainer, f"{PROGRAM}={engine} gives the engine other kernels", wanted

@@ -9,6 +9,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+SECTIONS = {"fsdp2": "fsdp_config", "megatron": "megatron"}
+"""Strategies that we have an engine for, and where verl keeps its configuration."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Violation:
@@ -87,6 +90,11 @@ class View:
     def strategy(self) -> str:
         """The training backend: "fsdp2", "megatron", ..."""
         return str(self.get("actor_rollout_ref.actor.strategy"))
+
+    @property
+    def section(self) -> str:
+        """The key under actor and ref that holds the training engine's configuration."""
+        return SECTIONS.get(self.strategy, "fsdp_config")
 
     @property
     def uses_reference(self) -> bool:

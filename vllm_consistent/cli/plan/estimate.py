@@ -101,12 +101,14 @@ def activations(shape: ModelShape, recipe: Recipe) -> Line:
     """Kept for the backward of one micro-batch.
 
     With checkpointing T (4 H L + layer): the two bf16 inputs (hidden, residual) of every layer,
-    and one layer while it runs again. Without: T L layer.
+    and one layer while it runs again; a megatron-core layer has one input: T (2 H L + layer).
+    Without: T L layer.
     """
     tokens, layer = recipe.micro_batch_tokens, layer_activations(shape)
     if recipe.gradient_checkpointing:
-        inputs = 2 * BF16 * shape.hidden * shape.layers
-        return Line("activations", tokens * (inputs + layer), "T (4 H L + layer)")
+        count = 1 if recipe.megatron else 2
+        inputs = count * BF16 * shape.hidden * shape.layers
+        return Line("activations", tokens * (inputs + layer), f"T ({2 * count} H L + layer)")
     return Line("activations", tokens * shape.layers * layer, "T L layer")
 
 
@@ -131,8 +133,13 @@ def head(shape: ModelShape, recipe: Recipe) -> Line:
 def gathered(shape: ModelShape, recipe: Recipe) -> Line:
     """Whole bf16 weights of what runs and of what is fetched ahead: 2 (2 layer + V H).
 
-    Two layers and one table; 0 on one GPU, where nothing is gathered.
+    Two layers and one table; 0 on one GPU and under Megatron, where nothing is gathered. There the
+    fused q, k, v is kept a second time in the engine's order of rows: 2 L H D (Hq + 2 Hk).
     """
+    if recipe.megatron:
+        columns = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+        total = BF16 * shape.layers * shape.hidden * columns
+        return Line("q, k, v in the engine's order", total, "2 L H D (Hq + 2 Hk)")
     if recipe.shard_gpus == 1:
         return Line("gathered weights", 0, "0 on one GPU")
     total = BF16 * (2 * shape.layer_parameters + shape.table_parameters)
@@ -140,25 +147,37 @@ def gathered(shape: ModelShape, recipe: Recipe) -> Line:
 
 
 def masters(shape: ModelShape, recipe: Recipe) -> Line:
-    """Trainer's weights: b P / N, b bytes a parameter (`fsdp_config.model_dtype`)."""
+    """Trainer's weights: b P / N, b bytes a parameter (`fsdp_config.model_dtype`).
+
+    Megatron: 2 P, bf16 and whole on every GPU; its fp32 masters belong to the optimizer.
+    """
+    if recipe.megatron:
+        return Line("weights", BF16 * shape.parameters, "2 P")
     total = _share(recipe.master_bytes * shape.parameters, recipe.shard_gpus)
     return Line("masters", total, f"{recipe.master_bytes} P / N")
 
 
 def gradients(shape: ModelShape, recipe: Recipe) -> Line:
-    """Reduced gradients in the masters' dtype: b P / N."""
+    """Reduced gradients in the masters' dtype: b P / N. Megatron: 4 P, fp32 and whole."""
+    if recipe.megatron:
+        return Line("gradients", FP32 * shape.parameters, "4 P")
     total = _share(recipe.master_bytes * shape.parameters, recipe.shard_gpus)
     return Line("gradients", total, f"{recipe.master_bytes} P / N")
 
 
 def optimizer(shape: ModelShape, recipe: Recipe) -> Line:
-    """Adam's two moments in the masters' dtype: 2 b P / N."""
+    """Adam's two moments in the masters' dtype: 2 b P / N. Megatron: 12 P / N, with the masters."""
+    if recipe.megatron:
+        total = _share(3 * FP32 * shape.parameters, recipe.shard_gpus)
+        return Line("masters and optimizer", total, "12 P / N")
     total = _share(2 * recipe.master_bytes * shape.parameters, recipe.shard_gpus)
     return Line("optimizer", total, f"{2 * recipe.master_bytes} P / N")
 
 
 def reference_policy(shape: ModelShape, recipe: Recipe) -> Line:
-    """The reference policy's masters: b P / N."""
+    """The reference policy's masters: b P / N. Megatron: 2 P, whole."""
+    if recipe.megatron:
+        return Line("reference policy", BF16 * shape.parameters, "2 P")
     total = _share(recipe.reference_bytes * shape.parameters, recipe.shard_gpus)
     return Line("reference policy", total, f"{recipe.reference_bytes} P / N")
 
@@ -190,7 +209,8 @@ def weight_sync(shape: ModelShape, recipe: Recipe) -> tuple[Line, ...]:
     """Bytes that a GPU receives or copies in one weight update.
 
     Gather: b P (N - 1) / N over the network or NVLink, masters parameter by parameter. Copy: 2 P
-    within the GPU, rounded to bf16, from the trainer's process into the engine's.
+    within the GPU, rounded to bf16, from the trainer's process into the engine's. Megatron gathers
+    at the end of the optimizer's step: 2 P (N - 1) / N.
     """
     whole = recipe.master_bytes * shape.parameters
     received = whole - _share(whole, recipe.shard_gpus)
@@ -209,6 +229,9 @@ def _resident(shape: ModelShape, recipe: Recipe) -> list[Line]:
     lines = []
     if not recipe.param_offload:
         lines.append(masters(shape, recipe))
+        if recipe.megatron:
+            # Its buffers are released with the weights alone.
+            lines += [gradients(shape, recipe), gathered(shape, recipe)]
     if not recipe.optimizer_offload:
         lines.append(optimizer(shape, recipe))
     if recipe.reference and not recipe.reference_offload:
@@ -276,7 +299,8 @@ def _problems(plan: Plan) -> list[str]:
         found.append(
             f"rollout needs {gib(plan.rollout.bytes)} of {gib(plan.gpu_bytes)} GiB: lower "
             "actor_rollout_ref.rollout.gpu_memory_utilization, or set "
-            "actor.fsdp_config.param_offload and optimizer_offload"
+            f"actor.{'megatron' if recipe.megatron else 'fsdp_config'}.param_offload and "
+            "optimizer_offload"
         )
     if plan.kv_tokens < recipe.max_model_len:
         found.append(

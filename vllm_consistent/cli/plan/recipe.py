@@ -29,8 +29,9 @@ class Recipe:
     Attributes:
         model: folder or name.
         gpus: of the run.
-        shard_gpus: N, that share one copy of the masters.
-        master_bytes, reference_bytes: bytes a parameter.
+        shard_gpus: N, that share one copy of the masters (FSDP2) or of the optimizer (Megatron,
+            which keeps whole weights and gradients on each).
+        master_bytes, reference_bytes: bytes a parameter of what the forward starts from.
         reference: a reference policy is kept.
         param_offload, optimizer_offload, reference_offload: to host memory during rollout.
         gradient_checkpointing: layers run again in the backward.
@@ -38,6 +39,7 @@ class Recipe:
         prompts, samples: of a step.
         max_prompt, max_response, max_model_len: tokens.
         max_num_seqs, max_num_batched_tokens, gpu_memory_utilization: the engine's.
+        megatron: the training engine is verl's Megatron one.
     """
 
     model: str
@@ -59,6 +61,7 @@ class Recipe:
     max_num_seqs: int
     max_num_batched_tokens: int
     gpu_memory_utilization: float
+    megatron: bool = False
 
     @property
     def longest_sequence(self) -> int:
@@ -143,22 +146,15 @@ def read_recipe(config: Any) -> Recipe:
     """
     _require_numbers(config)
     role, trainer = config.actor_rollout_ref, config.trainer
-    actor, rollout, fsdp = role.actor, role.rollout, role.actor.fsdp_config
-    reference = role.ref.fsdp_config
+    actor, rollout = role.actor, role.rollout
     gpus = trainer.nnodes * trainer.n_gpus_per_node
     violations = []
-    if actor.strategy not in ("fsdp", "fsdp2"):
-        violations.append(f"actor.strategy={actor.strategy}: only FSDP is estimated")
+    engine = (
+        _megatron(role, gpus) if actor.strategy == "megatron" else _fsdp(role, gpus, violations)
+    )
     if rollout.tensor_model_parallel_size != 1:
         size = rollout.tensor_model_parallel_size
         violations.append(f"rollout.tensor_model_parallel_size={size}: set it to 1")
-    for name, part in (("actor", fsdp), ("ref", reference)):
-        if part.model_dtype not in _BYTES:
-            known = ", ".join(_BYTES)
-            violations.append(f"{name}.fsdp_config.model_dtype={part.model_dtype}: one of {known}")
-    shard = gpus if fsdp.fsdp_size in (-1, None) else fsdp.fsdp_size
-    if gpus % shard:
-        violations.append(f"actor.fsdp_config.fsdp_size={shard} does not divide {gpus} GPUs")
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu
     if not actor.use_dynamic_bsz:
@@ -172,14 +168,7 @@ def read_recipe(config: Any) -> Recipe:
     return Recipe(
         model=role.model.path,
         gpus=gpus,
-        shard_gpus=shard,
-        master_bytes=_BYTES[fsdp.model_dtype],
         reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
-        reference_bytes=_BYTES[reference.model_dtype],
-        param_offload=bool(fsdp.param_offload),
-        optimizer_offload=bool(fsdp.optimizer_offload),
-        reference_offload=bool(reference.param_offload),
-        gradient_checkpointing=bool(role.model.enable_gradient_checkpointing),
         micro_batch_tokens=tokens,
         prompts=config.data.train_batch_size,
         samples=rollout.n,
@@ -189,4 +178,44 @@ def read_recipe(config: Any) -> Recipe:
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
+        **engine,
     )
+
+
+def _fsdp(role: Any, gpus: int, violations: list[str]) -> dict[str, Any]:
+    """Return the fields of a Recipe that FSDP's keys decide."""
+    actor, fsdp, reference = role.actor, role.actor.fsdp_config, role.ref.fsdp_config
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        violations.append(f"actor.strategy={actor.strategy}: only FSDP and Megatron are estimated")
+    for name, part in (("actor", fsdp), ("ref", reference)):
+        if part.model_dtype not in _BYTES:
+            known = ", ".join(_BYTES)
+            violations.append(f"{name}.fsdp_config.model_dtype={part.model_dtype}: one of {known}")
+    shard = gpus if fsdp.fsdp_size in (-1, None) else fsdp.fsdp_size
+    if gpus % shard:
+        violations.append(f"actor.fsdp_config.fsdp_size={shard} does not divide {gpus} GPUs")
+    return {
+        "shard_gpus": shard,
+        "master_bytes": _BYTES.get(fsdp.model_dtype, 0),
+        "reference_bytes": _BYTES.get(reference.model_dtype, 0),
+        "param_offload": bool(fsdp.param_offload),
+        "optimizer_offload": bool(fsdp.optimizer_offload),
+        "reference_offload": bool(reference.param_offload),
+        "gradient_checkpointing": bool(role.model.enable_gradient_checkpointing),
+    }
+
+
+def _megatron(role: Any, gpus: int) -> dict[str, Any]:
+    """Return the fields of a Recipe that Megatron's keys decide; TP, PP, CP and EP are 1."""
+    engine, reference = role.actor.megatron, role.ref.megatron
+    return {
+        "megatron": True,
+        "shard_gpus": gpus if engine.use_distributed_optimizer else 1,
+        "master_bytes": _BYTES["bf16"],
+        "reference_bytes": _BYTES["bf16"],
+        "param_offload": bool(engine.param_offload),
+        "optimizer_offload": bool(engine.optimizer_offload),
+        "reference_offload": bool(reference.param_offload),
+        "gradient_checkpointing": engine.override_transformer_config.recompute_granularity
+        == "full",
+    }

@@ -121,6 +121,23 @@ def test_weight_update_by_hand() -> None:
     assert copied.bytes == 16_381_470_720
 
 
+def test_megatron_by_hand() -> None:
+    """Whole bf16 weights and fp32 gradients on each GPU; masters and moments over 8."""
+    made = plan(megatron=True, master_bytes=2)
+    lines = sizes(made, "training")
+    assert lines["weights"] == 2 * QWEN_PARAMETERS
+    assert lines["gradients"] == 4 * QWEN_PARAMETERS == 32_762_941_440
+    assert lines["masters and optimizer"] == 12 * QWEN_PARAMETERS // 8 == 12_286_103_040
+    # 2 x 36 x 4096 x 128 x 48
+    assert lines["q, k, v in the engine's order"] == 1_811_939_328
+    assert lines["activations"] == 16384 * (294_912 + 137_344)
+    resident = sizes(made, "rollout")
+    assert resident["gradients"] == 32_762_941_440
+    assert [line.bytes for line in made.sync] == [14_333_786_880, 16_381_470_720]
+    freed = sizes(plan(megatron=True, param_offload=True, optimizer_offload=True), "rollout")
+    assert not {"weights", "gradients", "masters and optimizer"} & freed.keys()
+
+
 def test_one_gpu_by_hand() -> None:
     """SmolLM2: nothing is gathered or received, masters are whole."""
     made = plan(model=SMOL, gpus=1, shard_gpus=1)
@@ -229,13 +246,33 @@ def test_recipe_is_read_from_verls_keys() -> None:
 
 def test_recipe_rejects_everything_at_once() -> None:
     config = OmegaConf.create(configuration())
-    config.actor_rollout_ref.actor.strategy = "megatron"
+    config.actor_rollout_ref.actor.strategy = "veomni"
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = 3
     config.actor_rollout_ref.ref.fsdp_config.model_dtype = "fp8"
     with pytest.raises(ConfigurationError) as caught:
         read_recipe(config)
     assert len(caught.value.violations) == 4
+
+
+def test_recipe_is_read_from_megatrons_keys() -> None:
+    config = OmegaConf.create(configuration())
+    role = config.actor_rollout_ref
+    role.actor.strategy = "megatron"
+    engine = {
+        "use_distributed_optimizer": True,
+        "param_offload": True,
+        "optimizer_offload": False,
+        "override_transformer_config": {"recompute_granularity": "full"},
+    }
+    role.actor.megatron, role.ref.megatron = engine, engine
+    recipe = read_recipe(config)
+    assert recipe.megatron
+    assert recipe.gradient_checkpointing
+    assert (recipe.shard_gpus, recipe.master_bytes, recipe.reference_bytes) == (8, 2, 2)
+    assert (recipe.param_offload, recipe.optimizer_offload) == (True, False)
+    role.actor.megatron.use_distributed_optimizer = False
+    assert read_recipe(config).shard_gpus == 1
 
 
 def run(*args: str) -> tuple[int, str]:

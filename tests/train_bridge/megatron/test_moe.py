@@ -16,6 +16,7 @@ from consistent_kernels.errors import InvalidInputError, StaleWeightsError
 from consistent_kernels.testing import assert_bitwise_equal
 from train_bridge import bridge_model, consistency_report, token_logprobs, weight_version
 from train_bridge.megatron import bridge_gpt_model, from_hf_state
+from train_bridge.modules import Bridged, Gemm
 from train_bridge.weights import check_prepared
 
 pytestmark = pytest.mark.megatron
@@ -150,3 +151,27 @@ def test_report_lists_experts(make_gpt: Callable, make_bridged: Callable) -> Non
     assert report.digest == make_bridged("qwen3_moe")._bridge.contract.digest
     assert report.foreign_layers == ()
     assert report.layers["VllmTopKRouter"] == report.layers["VllmGroupedMLP"] == 2
+
+
+def test_start_knows_every_gemm(make_gpt: Callable, make_bridged: Callable) -> None:
+    """What a GPU start compiles and probes: fused columns here, the same ones apart there."""
+
+    def gemms(model: torch.nn.Module) -> set[Gemm]:
+        return {g for m in model.modules() if isinstance(m, Bridged) for g in m.gemms()}
+
+    def stacks(model: torch.nn.Module) -> set[tuple[int, ...] | None]:
+        found = (m.expert_stack() for m in model.modules() if isinstance(m, Bridged))
+        return {stack for stack in found if stack is not None}
+
+    ours, theirs = make_gpt("qwen3_moe", vocab_rows=1408), make_bridged("qwen3_moe")
+    shared = {
+        Gemm(192, 512),
+        Gemm(192, 320),
+        Gemm(16, 192, out_fp32=True),
+        Gemm(1280, 192, out_fp32=True, streamed=True),
+    }
+    assert gemms(ours) == shared | {Gemm(1024, 192), Gemm(640, 192)}
+    assert gemms(theirs) == shared | {Gemm(512, 192), Gemm(256, 192), Gemm(320, 192)}
+    assert stacks(ours) == stacks(theirs) == {(16, 192, 128)}
+    biased = make_gpt("qwen2")
+    assert not any(gemm.columns == 512 for gemm in gemms(biased)), "q, k, v have a bias"

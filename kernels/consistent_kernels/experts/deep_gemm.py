@@ -19,6 +19,7 @@ from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.experts.deep_gemm_places import (
     PLACE_STEPS,
     Places,
+    capacity_of,
     expert_places,
 )
 from consistent_kernels.experts.deep_gemm_rows import activate, from_places, to_places
@@ -35,8 +36,9 @@ MASKED_HINT = 64
 """Rows of an expert that DeepGEMM is told to expect in the masked layout: with one number there is
 one kernel. It walks the counts on the device, so more or fewer rows only cost time."""
 
-MASKED_TOKENS = 256
-"""Layout "fastest" is the masked one up to this many tokens (E times as many places in memory)."""
+MASKED_TOKENS, MASKED_PLACES = 256, 1 << 15
+"""Layout "fastest" is the masked one up to this many tokens and places (E times as many, rounded
+up, and memory for each)."""
 
 
 def is_served(hidden: int, width: int) -> bool:
@@ -81,9 +83,11 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, places: Places) -> torch
     return y
 
 
-def is_masked(layout: str, tokens: int) -> bool:
+def is_masked(layout: str, tokens: int, experts: int) -> bool:
     """Return whether rows are laid out in the masked layout."""
-    return layout == "masked" or (layout == "fastest" and tokens <= MASKED_TOKENS)
+    if layout != "fastest":
+        return layout == "masked"
+    return tokens <= MASKED_TOKENS and experts * capacity_of(tokens) <= MASKED_PLACES
 
 
 def expert_outputs_deep_gemm(
@@ -117,7 +121,7 @@ def expert_outputs_deep_gemm(
     for weight in (w13, w2):
         start(*weight.shape, weight.device)
     flat = aligned(ids.int().contiguous())
-    places = expert_places(flat, experts, masked=is_masked(layout, tokens))
+    places = expert_places(flat, experts, masked=is_masked(layout, tokens, experts))
     gate_up = grouped_gemm(to_places(aligned_rows(x), places, slots), aligned(w13), places)
     hidden = activate(gate_up, places, limit)
     del gate_up  # the largest buffer

@@ -97,6 +97,11 @@ class Places:
     capacity: int | None
 
 
+def capacity_of(tokens: int) -> int:
+    """Return the places of one expert in the masked layout, enough for distinct ids."""
+    return triton.cdiv(tokens, PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+
+
 def contiguous_places(rows: int, num_experts: int) -> int:
     """Return how many places `rows` rows need, however they fall among the experts."""
     # n experts with rows need at most (rows - n) / 128 blocks besides the n they begin.
@@ -117,7 +122,7 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
     """
     tokens, slots = ids.shape
     rows = tokens * slots
-    capacity = triton.cdiv(tokens, PLACE_ALIGNMENT) * PLACE_ALIGNMENT if masked else None
+    capacity = capacity_of(tokens) if masked else None
     if capacity is not None:
         places = num_experts * capacity
     else:

@@ -56,7 +56,8 @@ class GroupedGemmShape:
         """Return the result [rows, N] for these rows, in the layout that is served for so many."""
         x, weight, ids = operands
         mine = ids[rows].contiguous()
-        places = expert_places(mine, self.experts, masked=is_masked("fastest", mine.shape[0]))
+        masked = is_masked("fastest", mine.shape[0], self.experts)
+        places = expert_places(mine, self.experts, masked=masked)
         return from_places(grouped_gemm(to_places(x[rows], places, 1), weight, places), places)
 
 

@@ -152,7 +152,10 @@ def test_experts_deep_gemm_probes_both_layouts_and_every_call_size() -> None:
     # Qwen3-30B-A3B, 8,192 tokens a step.
     shape = next(iter(layer_shapes(128, 2048, 768, 8192 * 8)))
     probed = start.probed_rows(shape.max_rows)
-    masked = [rows for rows in probed if deep_gemm.is_masked("fastest", rows)]
+    masked = [rows for rows in probed if deep_gemm.is_masked("fastest", rows, 128)]
+    # 256 experts have as many places in fewer rows.
+    assert deep_gemm.is_masked("fastest", 128, 256)
+    assert not deep_gemm.is_masked("fastest", 129, 256)
     assert {1, 16, 17, 64, 65, 129, 256} <= set(masked)
     sizes = {
         size

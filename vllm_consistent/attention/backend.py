@@ -166,7 +166,7 @@ class ConsistentAttentionImpl(AttentionImpl):
             meta.slot_mapping[:tokens],
             impl=self.impl,
         )
-        if meta.plan is None and self.impl == "reference":
+        if meta.plan is None and self.impl in ("reference", "llvm"):
             meta.plan = plan_attention(
                 meta.query_start_loc,
                 params=self.params,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.attention.cpu import CPU_IMPLEMENTATIONS, attend
 from consistent_kernels.attention.parameters import AttentionParameters
-from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, build_plan
-from consistent_kernels.attention.reference import attention_bwd_ref, attention_ref, write_kv_ref
+from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, add_batch, build_plan
+from consistent_kernels.attention.reference import attention_bwd_ref, write_kv_ref
 from consistent_kernels.attention.spec import IMPLEMENTATIONS
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
 
 _DTYPES = {
     "reference": (torch.bfloat16, torch.float16, torch.float32),
+    "llvm": (torch.bfloat16,),
     "triton": (torch.bfloat16, torch.float16),
     "flash_attn": (torch.bfloat16, torch.float16),
 }
@@ -90,7 +92,7 @@ def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
         )
 
 
-def _rows_of(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+def page_rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return all pages as rows [n, Hk, D] and the rows from one page to the next."""
     blocks, size, heads, width = cache.shape
     step = cache.stride(0) // (heads * width)
@@ -150,9 +152,10 @@ def plan_attention(
             seq_lens.to("cpu", torch.int64),
             block_table=block_table.to("cpu", torch.int64),
             block_size=k_cache.shape[1],
-            block_rows=_rows_of(k_cache)[1],
+            block_rows=page_rows(k_cache)[1],
         )
-    return build_plan(host_q, layout, params, num_tokens, with_tiles=impl == "reference")
+    plan = build_plan(host_q, layout, params, num_tokens, with_tiles=impl == "reference")
+    return add_batch(plan, host_q, layout) if impl == "llvm" else plan
 
 
 def _check_plan(op: str, plan: AttentionPlan, params: AttentionParameters, q: torch.Tensor) -> None:
@@ -176,7 +179,7 @@ def _varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("attention_varlen", impl)
     params = _parameters(q, k, scale, sliding_window, key_split)
-    if impl == "reference":
+    if impl in CPU_IMPLEMENTATIONS:
         plan = plan_attention(
             cu_seqlens_q,
             params=params,
@@ -184,7 +187,7 @@ def _varlen(
             impl=impl,
             cu_seqlens_k=cu_seqlens_k,
         )
-        return attention_ref(q, k, v, plan)
+        return attend(q, k, v, plan, impl)
     if impl == "flash_attn":
         from consistent_kernels.attention.flash_attn import attention_varlen_fwd
     else:
@@ -209,7 +212,7 @@ def _paged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("attention_paged", impl)
     params = _parameters(q, k_cache, scale, sliding_window, key_split)
-    if impl == "reference":
+    if impl in CPU_IMPLEMENTATIONS:
         plan = plan_attention(
             cu_seqlens_q,
             params=params,
@@ -219,7 +222,7 @@ def _paged(
             block_table=block_table,
             k_cache=k_cache,
         )
-        return attention_ref(q, _rows_of(k_cache)[0], _rows_of(v_cache)[0], plan)
+        return attend(q, page_rows(k_cache)[0], page_rows(v_cache)[0], plan, impl)
     keys = (k_cache, v_cache, block_table, seq_lens)
     if impl == "flash_attn":
         from consistent_kernels.attention import flash_attn
@@ -244,13 +247,13 @@ def _write_kv(
     impl: str,
 ) -> None:
     count("write_kv", impl)
-    if impl == "reference":
-        k_rows, step = _rows_of(k_cache)
+    if impl in CPU_IMPLEMENTATIONS:
+        k_rows, step = page_rows(k_cache)
         rows = slot_mapping.to(torch.int64)
         if step != k_cache.shape[1]:
             block = torch.div(rows, k_cache.shape[1], rounding_mode="floor")
             rows = rows + block * (step - k_cache.shape[1])
-        write_kv_ref(k, v, k_rows, _rows_of(v_cache)[0], rows)
+        write_kv_ref(k, v, k_rows, page_rows(v_cache)[0], rows)
         return
     from consistent_kernels.attention.triton import write_kv_fwd
 
@@ -306,8 +309,8 @@ def attention_varlen(
         k, v: [Tk, Hk, D] in the dtype of q.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64 row borders.
         params: heads, scale, window, split.
-        impl: "reference" (CPU), "triton" (CUDA) or "flash_attn" (sm_90, no sliding
-            window; needs vLLM's CUDA wheel).
+        impl: "reference" (CPU), "llvm" (x86 CPUs, bf16), "triton" (CUDA) or "flash_attn" (sm_90,
+            no sliding window; needs vLLM's CUDA wheel).
         plan: from `plan_attention`; must come from the same borders. Not under torch.compile.
 
     Returns:
@@ -328,10 +331,10 @@ def attention_varlen(
     _check_index(op, "cu_seqlens_k", cu_seqlens_k, 1, cu_seqlens_q.shape[0])
     if plan is not None:
         _check_plan(op, plan, params, q)
-    if plan is not None and impl == "reference":
+    if plan is not None and impl in CPU_IMPLEMENTATIONS:
         count(op, impl)
         with torch.no_grad():
-            return attention_ref(q, k, v, plan)
+            return attend(q, k, v, plan, impl)
     return torch.ops.consistent_kernels.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, params.scale, params.sliding_window,
         params.key_split, k.shape[0] if plan is None else plan.max_seq_len, impl,
@@ -378,14 +381,14 @@ def attention_paged(
     batch = cu_seqlens_q.shape[0] - 1
     _check_index(op, "seq_lens", seq_lens, 1, batch)
     _check_index(op, "block_table", block_table, 2, batch)
-    if plan is not None and impl == "reference":
+    if plan is not None and impl in CPU_IMPLEMENTATIONS:
         _check_plan(op, plan, params, q)
-        k_rows, step = _rows_of(k_cache)
+        k_rows, step = page_rows(k_cache)
         if plan.block_rows != step:
             raise invalid(op, "plan", f"made for pages {step} rows apart", plan.block_rows)
         count(op, impl)
         with torch.no_grad():
-            result = attention_ref(q, k_rows, _rows_of(v_cache)[0], plan)
+            result = attend(q, k_rows, page_rows(v_cache)[0], plan, impl)
         if out is not None:
             out.copy_(result[0])
         return result
@@ -417,7 +420,7 @@ def write_kv(
     Args:
         k, v: [T, Hk, D]; k_cache, v_cache: [blocks, block_size, Hk, D].
         slot_mapping: [T] int32 or int64, block * block_size + offset.
-        impl: "reference", "triton" or "flash_attn" (the same kernel as "triton").
+        impl: "reference" or "llvm" (the same copy), "triton" or "flash_attn" (the same kernel).
 
     Raises:
         InvalidInputError: shape, dtype, layout.

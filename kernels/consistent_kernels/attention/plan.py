@@ -16,6 +16,12 @@ from consistent_kernels.attention.spec import KEY_TILE
 from consistent_kernels.attention.tile_shape import TileShape, narrow_shape, wide_shape
 from consistent_kernels.errors import invalid
 
+UNIT_ROWS = 32
+"""Rows (queries times heads) of one unit of the compiled loop: they share its key tiles. Moves no
+bits."""
+
+_ONE_PAGE = 1 << 40
+
 GROUP_BYTES = 6 << 20
 """FP32 keys and scores held at once: bounds memory and stays in cache. Moves no bits."""
 
@@ -95,6 +101,24 @@ class TileGroup:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledBatch:
+    """What the compiled loop reads of a batch, all int32 on CPU.
+
+    Attributes:
+        items: [n, 3] (sequence, first query, queries) of each unit of work.
+        starts: [B + 1] first query row of each sequence; lengths: [B] its keys.
+        table: [B, blocks] pages of each sequence; packed keys are one page of endless size.
+        block_size: keys of one page.
+    """
+
+    items: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionPlan:
     """Everything about a batch that does not depend on q, k or v.
 
@@ -105,6 +129,7 @@ class AttentionPlan:
         max_seq_len: keys of the longest sequence.
         sequences: (first query row, queries, first key row, keys) of each sequence; packed only.
         groups: query tiles in portions of bounded memory.
+        batch: for "llvm", which reads no tiles; else None.
     """
 
     params: AttentionParameters
@@ -113,6 +138,7 @@ class AttentionPlan:
     max_seq_len: int
     sequences: list[tuple[int, int, int, int]]
     groups: list[TileGroup]
+    batch: CompiledBatch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,3 +371,36 @@ def build_plan(
         sequences=sequences,
         groups=groups,
     )
+
+
+def add_batch(plan: AttentionPlan, cu_seqlens_q: torch.Tensor, layout: KeyLayout) -> AttentionPlan:
+    """Return the plan with what "llvm" reads.
+
+    Args:
+        plan: of `build_plan`.
+        cu_seqlens_q, layout: what it was made from.
+    """
+    table, block_size = layout.block_table, layout.block_size
+    if table is None:
+        assert layout.first_key is not None
+        table, block_size = layout.first_key[:, None], _ONE_PAGE
+    counts = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    batch = CompiledBatch(
+        items=_work_items(counts, layout.seq_lens, plan.params.group),
+        starts=cu_seqlens_q.to(torch.int32),
+        lengths=layout.seq_lens.to(torch.int32),
+        table=table.to(torch.int32).contiguous(),
+        block_size=block_size,
+    )
+    return dataclasses.replace(plan, batch=batch)
+
+
+def _work_items(counts: torch.Tensor, lengths: torch.Tensor, group: int) -> torch.Tensor:
+    used = ((counts > 0) & (lengths > 0)).nonzero().view(-1)
+    size = max(1, UNIT_ROWS // group)
+    blocks = (counts[used] + size - 1) // size
+    sequence = torch.repeat_interleave(used, blocks)
+    before = torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
+    first = (torch.arange(sequence.numel()) - before) * size
+    queries = (counts[sequence] - first).clamp_max(size)
+    return torch.stack((sequence, first, queries), 1).to(torch.int32)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from consistent_kernels import llvm
 from consistent_kernels.contract import OpSpec, Program
 from consistent_kernels.program_source import source_sha256
 
@@ -69,6 +70,15 @@ _SCHEDULES = {
         ("parameters.py", "tile_shape.py", "plan.py", "reference.py", "loops.py"),
         {"key_tile": KEY_TILE, "tile_rows": TILE_ROWS, "gemm": "fp32 torch.bmm, 2 or more tiles"},
     ),
+    "llvm": (
+        ("parameters.py", "plan.py", "llvm.py"),
+        {
+            "key_tile": KEY_TILE,
+            "dot": "16 lanes ascending, then a halving tree",
+            "row_sum": "halving tree over the tile",
+            "values": "ascending",
+        },
+    ),
     "triton": (
         ("parameters.py", "triton.py"),
         {
@@ -104,7 +114,9 @@ def program(impl: str) -> Program:
         from consistent_kernels import vendored
 
         schedule = schedule | {"library_sha256": vendored.find_binary("_vllm_fa3_C").sha256}
-    shared = ("cpu_gemm.py",) if impl == "reference" else ()
+    if impl == "llvm":
+        schedule = schedule | llvm.identity()
+    shared = {"reference": ("cpu_gemm.py",), "llvm": llvm.SOURCES}.get(impl, ())
     return Program(impl, source_sha256("attention", "spec.py", *files, shared=shared), schedule)
 
 
@@ -117,7 +129,7 @@ def choose(device_type: str, arch: str | None = None, facts: Any = None) -> str:
         facts: head_dim and sliding_window are read; None means any model.
     """
     if device_type != "cuda":
-        return "reference"
+        return "llvm" if llvm.is_available() else "reference"
     served = (
         arch == "sm_90"
         and facts is not None

@@ -20,6 +20,7 @@ from consistent_kernels.llvm.machine import vector_bits
 
 _VECTORS = 3
 _PAIR_BYTES = 4  # of two bf16
+_WIDENED = 8
 _MASK_LEADING = 0xFFFF0000
 
 
@@ -211,6 +212,31 @@ def command(
         out.stride(0) * out.element_size(),
     )
     return gemm_kernel(out.dtype == torch.float32), words, panels
+
+
+class _Widen(Kernel):
+    """Words behind the counter: x, its row stride, out, rows, columns."""
+
+    def __init__(self) -> None:
+        super().__init__("widen")
+        x, stride, out, rows, columns = self.words(1, 5)
+        with self.work(rows) as row:
+            source = self.scaled(x, row, stride)
+            target = self.scaled(out, row, self.b.mul(columns, self.i64(4)))
+            with self.loop(0, columns, _WIDENED) as j:
+                value = self.load_bf16(self.scaled(source, j, 2), _WIDENED)
+                self.store(value, self.scaled(target, j, 4), 4)
+
+
+@functools.cache
+def _widen_kernel() -> int:
+    return _Widen().compile()
+
+
+def widen_command(x: torch.Tensor, out: torch.Tensor) -> tuple[int, tuple[int, ...], int]:
+    """Return (kernel, words, units) that write x [T, K] bf16 to `out` [T, K] fp32; K % 8 == 0."""
+    words = (x.data_ptr(), 2 * x.stride(0), out.data_ptr(), *x.shape)
+    return _widen_kernel(), words, x.shape[0]
 
 
 def linear_packed_llvm(

@@ -235,7 +235,7 @@ class Kernel:
         return self.tree(x, self.b.fadd)
 
     def sums_of(self, vectors: list[Any]) -> Any:
-        """Return the `sum` of each of `LANES` vectors, in one vector: the same trees, side by side."""
+        """Return the `sum` of each of `LANES` vectors in one vector: the same trees."""
         undefined = ir.Constant(floats(LANES), ir.Undefined)
         level = [(vector, [index]) for index, vector in enumerate(vectors)]
         while len(level) > 1:

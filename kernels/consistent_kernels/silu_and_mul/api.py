@@ -34,9 +34,11 @@ def _silu_and_mul(gate: torch.Tensor, up: torch.Tensor, impl: str) -> torch.Tens
     count("silu_and_mul", impl)
     if impl == "reference":
         return silu_and_mul_ref(gate, up)
-    from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
-
-    return silu_and_mul_fwd(gate, up)
+    if impl == "llvm":
+        from consistent_kernels.silu_and_mul.llvm import silu_and_mul_llvm as forward
+    else:
+        from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd as forward
+    return forward(gate, up)
 
 
 _LIBRARY.impl("silu_and_mul", _silu_and_mul, "CompositeExplicitAutograd")
@@ -55,7 +57,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str) -> torch.Te
 
     Args:
         gate, up: [T, I], bf16, fp16 or fp32, same dtype; halves of one fused tensor are fine.
-        impl: "reference" (any device) or "triton" (CUDA).
+        impl: "reference" (any device), "llvm" (x86 CPUs, bf16 and fp32) or "triton" (CUDA).
 
     Returns:
         [T, I] contiguous, dtype of gate.

@@ -124,13 +124,15 @@ def test_silu_and_mul_is_run_to_run_stable(impl_device: tuple[str, str]) -> None
 
 def test_silu_and_mul_is_thread_and_process_invariant() -> None:
     source = """
+from consistent_kernels import llvm
 from consistent_kernels.silu_and_mul import silu_and_mul
 from consistent_kernels.testing import hazard_activations
 
 for dtype in (torch.bfloat16, torch.float32):
     gate = hazard_activations((701, 1003), seed=1, dtype=dtype)
     up = hazard_activations((701, 1003), seed=2, dtype=dtype)
-    print_bits(silu_and_mul(gate, up, impl="reference"))
+    for impl in ("reference", "llvm") if llvm.is_available() else ("reference",):
+        print_bits(silu_and_mul(gate, up, impl=impl))
 """
     one, two, five = (output_of_process(source, threads=threads) for threads in (1, 2, 5))
     assert one == two == five

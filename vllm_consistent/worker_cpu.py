@@ -4,9 +4,15 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_consistent.contracts import attached
 from vllm_consistent.worker import ConsistentWorkerMixin
+
+_log = logging.getLogger(__name__)
 
 
 class ConsistentCPUWorker(ConsistentWorkerMixin, CPUWorker):
@@ -17,3 +23,9 @@ class ConsistentCPUWorker(ConsistentWorkerMixin, CPUWorker):
 
         self.model_runner.__class__ = ConsistentCPUModelRunner
         self.model_runner.adopt()
+
+    def _prepare_kernels(self, model: Any) -> None:
+        from vllm_consistent.layers.compiled_decoder import compile_decoder
+
+        if not compile_decoder(model, attached(self.vllm_config)):
+            _log.info("the decoder layers run one op at a time")

@@ -7,9 +7,9 @@ from collections import Counter
 _CALLS: Counter[tuple[str, str]] = Counter()
 
 
-def count(op: str, impl: str) -> None:
-    """Count one call of `op` served by `impl`. Graph replays do not pass here; captures do."""
-    _CALLS[op, impl] += 1
+def count(op: str, impl: str, calls: int = 1) -> None:
+    """Count calls of `op` served by `impl`. Graph replays do not pass here; captures do."""
+    _CALLS[op, impl] += calls
 
 
 def snapshot() -> dict[str, dict[str, int]]:

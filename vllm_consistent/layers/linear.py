@@ -41,12 +41,14 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
         self.impl = current_contract(type(layer).__name__).implementation("linear")
         self.prepared = Derived()
         self.packed: list[PackedWeight] | None = None
+        self._addend: torch.Tensor | None = None
         if layer.skip_bias_add:
             raise UnsupportedError("linear", "skip_bias_add=True", ["skip_bias_add=False"])
         sizes = list(layer.output_partition_sizes)
         # The trainer multiplies q, k, v (gate, up) separately: where a cut falls inside a block of
-        # columns, so do we. Decided once, by the model's shape.
-        self.parts = sizes if any(size % COLUMN_CUT for size in sizes[:-1]) else None
+        # columns, so do we. Decided once, by the model's shape. "llvm" has no blocks.
+        cuts_blocks = self.impl != "llvm" and any(size % COLUMN_CUT for size in sizes[:-1])
+        self.parts = sizes if cuts_blocks else None
 
     def prepare(self, layer: Any) -> torch.Tensor:
         """Return the weight that `apply` must use now, computed afresh from `layer.weight`."""
@@ -55,6 +57,8 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Rebuild the prepared weight, into the old one's storage where there is one."""
         self.prepared.rebuild(layer.weight, self.prepare(layer))
+        if self.impl == "llvm":
+            self._rebuild_addend(layer)
         parts = self._weights(layer)
         if self.packed is None:
             packed = [pack_weight(part, impl=self.impl) for part in parts]
@@ -63,10 +67,33 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
         for each, part in zip(self.packed, parts, strict=bool(self.packed)):
             each.rebuild(part)
 
+    def addend(self, layer: Any) -> torch.Tensor:
+        """Return the bias as the compiled GEMM adds it, fp32 at one address; "llvm" only."""
+        return self._addend
+
     def packed_follows(self, layer: Any) -> bool:
         """Return whether every packed copy holds the weight that is served now."""
         parts = self._weights(layer)
+        if self._addend is not None and not torch.equal(self._addend, self._bias(layer)):
+            return False
         return all(each.follows(part) for each, part in zip(self.packed or (), parts, strict=False))
+
+    def _bias(self, layer: Any) -> torch.Tensor:
+        from consistent_kernels.linear.llvm import panel_columns
+
+        columns = layer.weight.shape[0]
+        bias = torch.zeros(columns + -columns % panel_columns(), dtype=torch.float32)
+        if getattr(layer, "bias", None) is not None:
+            bias[:columns] = layer.bias.data
+        return bias
+
+    def _rebuild_addend(self, layer: Any) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            bias = self._bias(layer)
+            if self._addend is None:
+                self._addend = bias
+            else:
+                self._addend.copy_(bias)
 
     def _weights(self, layer: Any) -> tuple[torch.Tensor, ...]:
         weight = self.prepared.of(layer.weight.data)

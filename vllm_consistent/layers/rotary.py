@@ -18,7 +18,9 @@ from consistent_kernels.rotary import RopeParameters, rotary
 from vllm_consistent.contracts import current_contract
 
 
-class _RotaryMixin:
+class RotaryMixin:
+    """What every rotary class of vLLM gets: our op, and the parameters of its tables."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         contract = current_contract(type(self).__name__)
         super().__init__(*args, **kwargs)
@@ -50,17 +52,17 @@ class _RotaryMixin:
     forward_cuda = forward
 
 
-class ConsistentRotaryEmbedding(_RotaryMixin, RotaryEmbedding):
+class ConsistentRotaryEmbedding(RotaryMixin, RotaryEmbedding):
     """rope_type default."""
 
 
-class ConsistentLlama3RotaryEmbedding(_RotaryMixin, Llama3RotaryEmbedding):
+class ConsistentLlama3RotaryEmbedding(RotaryMixin, Llama3RotaryEmbedding):
     """rope_type llama3."""
 
 
-class ConsistentLinearScalingRotaryEmbedding(_RotaryMixin, LinearScalingRotaryEmbedding):
+class ConsistentLinearScalingRotaryEmbedding(RotaryMixin, LinearScalingRotaryEmbedding):
     """rope_type linear."""
 
 
-class ConsistentYaRNScalingRotaryEmbedding(_RotaryMixin, YaRNScalingRotaryEmbedding):
+class ConsistentYaRNScalingRotaryEmbedding(RotaryMixin, YaRNScalingRotaryEmbedding):
     """rope_type yarn."""

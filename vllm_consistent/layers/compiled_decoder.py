@@ -200,7 +200,9 @@ class _StepBuilder:
             self.outputs[name] = self._bf16(columns)
         out = self.outputs[name]
         if llvm.multiplier() == "fma":
-            wide = self.outputs.setdefault(("wide", x.shape[1]), torch.empty(x.shape).float())
+            wide = self.outputs.setdefault(
+                ("wide", x.shape[1]), torch.empty(x.shape, dtype=torch.float32)
+            )
             self.calls.append(self.linear.widen_command(x, wide))
             x = wide
         self.calls.append(self.linear.command(x, packed, method.addend(layer), out))

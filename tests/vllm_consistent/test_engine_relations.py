@@ -215,10 +215,28 @@ def test_min_tokens_masks_the_draw_not_the_score(engine: Any) -> None:
     assert_bitwise_equal(samples[0].logprobs, rescored(engine, samples, 1.0)[0])
 
 
+def test_list_of_kernel_calls_equals_layers_one_by_one(
+    engines: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_consistent.layers.compiled_decoder import CompiledDecoder
+
+    for name in ("llama", "qwen2", "qwen3"):
+        engine = engines(name)
+        prompts = [prompt(n) for n in (1, 16, 33)]
+        together = sample(engine, prompts)
+        engine.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(CompiledDecoder, "metadata", lambda self, rows: None)
+            alone = sample(engine, prompts)
+        engine.reset_prefix_cache()
+        assert differ(together, alone) == 0
+
+
 @pytest.fixture
 def faulty(engines: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Llama with the fault of stock kernels: above 16 rows, K is added in two halves."""
     from vllm_consistent.layers import linear as layer
+    from vllm_consistent.layers.compiled_decoder import CompiledDecoder
 
     def faulted(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def split_k(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -236,6 +254,8 @@ def faulty(engines: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     # A CPU with bf16 instructions multiplies by packed weights.
     for name in ("linear", "linear_packed"):
         monkeypatch.setattr(layer, name, faulted(getattr(layer, name)))
+    # The list of kernel calls does not pass there: the layers run one by one.
+    monkeypatch.setattr(CompiledDecoder, "metadata", lambda self, rows: None)
     engine.reset_prefix_cache()
     yield engine
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from consistent_kernels.attention.cpu import CPU_IMPLEMENTATIONS, attend
 from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, add_batch, build_plan
 from consistent_kernels.attention.reference import attention_bwd_ref, write_kv_ref
-from consistent_kernels.attention.spec import IMPLEMENTATIONS
+from consistent_kernels.attention.spec import IMPLEMENTATIONS, PAGE_MULTIPLE
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
 
@@ -18,8 +18,6 @@ _DTYPES = {
     "triton": (torch.bfloat16, torch.float16),
     "flash_attn": (torch.bfloat16, torch.float16),
 }
-_BLOCK_MULTIPLE = 16
-
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -83,8 +81,8 @@ def _check_heads(
 
 def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
     _, size, heads, width = cache.shape
-    if size % _BLOCK_MULTIPLE:
-        raise invalid(op, f"{name} block size", f"a multiple of {_BLOCK_MULTIPLE}", size)
+    if size % PAGE_MULTIPLE:
+        raise invalid(op, f"{name} block size", f"a multiple of {PAGE_MULTIPLE}", size)
     row = heads * width
     if cache.stride()[1:] != (row, width, 1) or cache.stride(0) % row:
         raise invalid(

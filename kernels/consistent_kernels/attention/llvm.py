@@ -16,7 +16,7 @@ import torch
 from llvmlite import ir
 
 from consistent_kernels.attention.plan import UNIT_ROWS, AttentionPlan
-from consistent_kernels.attention.spec import KEY_TILE
+from consistent_kernels.attention.spec import KEY_TILE, PAGE_MULTIPLE
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.llvm import is_available
 from consistent_kernels.llvm.commands import run_one
@@ -24,6 +24,7 @@ from consistent_kernels.llvm.kernel import F32, I32, I64, LANES, LOWEST, Kernel,
 
 _NO_WINDOW = 1 << 40
 _STATE = 2  # m and row sum
+_ACCUMULATORS = 24  # vectors that P V may keep in registers
 
 
 class _Attention(Kernel):
@@ -48,7 +49,8 @@ class _Attention(Kernel):
         self.queries, self.sums, self.totals = (self.scratch(rows * head_dim) for _ in range(3))
         # (running maximum, row sum) of the split under way, and of the splits merged so far.
         self.state, self.merged = (self.scratch(rows * _STATE) for _ in range(2))
-        self.scores = self.scratch(KEY_TILE)
+        # Of the heads of one query: scores, then probabilities; exp(old - new maximum).
+        self.scores, self.factors = self.scratch(KEY_TILE * group), self.scratch(group)
         with self.work(b.mul(count, self.heads)) as unit:
             self._unit(unit)
 
@@ -124,17 +126,24 @@ class _Attention(Kernel):
     def _widen(self, key: Any, low: Any, high: Any) -> None:
         """Keys low .. high of the tile, and their values, as fp32."""
         b = self.b
-        with self.loop(low, b.add(high, self.i64(1))) as place:
-            position = b.add(key, place)
+        run = self.i64(PAGE_MULTIPLE)
+        with self.loop(b.sdiv(low, run), b.add(b.sdiv(high, run), self.i64(1))) as chunk:
+            # So many keys from a multiple of that number lie in one page, one behind the other.
+            begin = b.mul(chunk, run)
+            position = b.add(key, begin)
             page = self._int(self.pages, b.sdiv(position, self.block))
             row = b.add(b.mul(page, self.block_rows), b.srem(position, self.block))
-            offset = b.mul(row, self.row_bytes)
-            offset = self.scaled(offset, self.head, 2 * self.width)
-            for rows, tile in ((self.k, self.k_tile), (self.v, self.v_tile)):
-                source, target = b.add(rows, offset), self.scaled(tile, place, 4 * self.width)
-                for part in range(self.parts):
-                    x = self.load_bf16(self.at(source, 2 * LANES * part))
-                    self.store(x, self._part(target, part), 4)
+            offset = self.scaled(b.mul(row, self.row_bytes), self.head, 2 * self.width)
+            first = self._larger(b.sub(low, begin), self.i64(0))
+            stop = self._smaller(b.sub(high, begin), self.i64(PAGE_MULTIPLE - 1))
+            with self.loop(first, b.add(stop, self.i64(1))) as place:
+                shift = b.add(offset, b.mul(place, self.row_bytes))
+                target = b.mul(b.add(begin, place), self.i64(4 * self.width))
+                for rows, tile in ((self.k, self.k_tile), (self.v, self.v_tile)):
+                    source, wide = b.add(rows, shift), b.add(tile, target)
+                    for part in range(self.parts):
+                        x = self.load_bf16(self.at(source, 2 * LANES * part))
+                        self.store(x, self._part(wide, part), 4)
 
     def _query(self, tile: Any, key: Any, query: Any) -> None:
         """One tile for all heads of one query, where the query sees any of it."""
@@ -148,14 +157,19 @@ class _Attention(Kernel):
             high = self._smaller(b.sub(position, key), self.i64(KEY_TILE - 1))
             at_split = b.icmp_signed("==", b.srem(tile, self.split), self.i64(0))
             begins = b.and_(at_split, b.icmp_signed(">", tile, first_tile))
+            begin = b.mul(query, self.i64(self.group))
             with self.loop(0, self.group) as head:
-                row = b.add(b.mul(query, self.i64(self.group)), head)
+                row = b.add(begin, head)
                 with b.if_then(begins):
                     self._merge(row)
                     self._clear(row)
-                self._tile(row, low, high)
+                self._probabilities(row, head, low, high)
+            together = max(1, _ACCUMULATORS // self.parts)
+            for first_head in range(0, self.group, together):
+                heads = range(first_head, min(first_head + together, self.group))
+                self._add_values(begin, heads, low, high)
 
-    def _score_chunk(self, row: Any, chunk: Any, low: Any, high: Any) -> None:
+    def _score_chunk(self, row: Any, scores_at: Any, chunk: Any, low: Any, high: Any) -> None:
         """16 scores; keys that the row does not see have -inf."""
         b = self.b
         queries = self._vectors(self.scaled(self.queries, row, 4 * self.width))
@@ -175,18 +189,19 @@ class _Attention(Kernel):
             b.icmp_signed("<=", place, self.splat(high)),
         )
         scores = b.select(seen, scores, self.fill(float("-inf")))
-        self.store(scores, self.scaled(self.scores, chunk, 4 * LANES), 4)
+        self.store(scores, self.scaled(scores_at, chunk, 4 * LANES), 4)
 
-    def _tile(self, row: Any, low: Any, high: Any) -> None:
+    def _probabilities(self, row: Any, head: Any, low: Any, high: Any) -> None:
+        """exp(score - running maximum) of a tile, rounded; maximum and row sum go on."""
         b = self.b
+        scores_at = self.scaled(self.scores, head, 4 * KEY_TILE)
         for part in range(KEY_TILE // LANES):
-            self.store(self.fill(float("-inf")), self._part(self.scores, part), 4)
+            self.store(self.fill(float("-inf")), self._part(scores_at, part), 4)
         first, last = (b.sdiv(x, self.i64(LANES)) for x in (low, high))
         with self.loop(first, b.add(last, self.i64(1))) as chunk:
-            self._score_chunk(row, chunk, low, high)
+            self._score_chunk(row, scores_at, chunk, low, high)
         scores = [
-            self.load(self._part(self.scores, i), floats(LANES), 4)
-            for i in range(KEY_TILE // LANES)
+            self.load(self._part(scores_at, i), floats(LANES), 4) for i in range(KEY_TILE // LANES)
         ]
         state = self.scaled(self.state, row, 4 * _STATE)
         before = self.load(state, F32, 4)
@@ -197,21 +212,36 @@ class _Attention(Kernel):
         p = [self.exp(b.fsub(x, self.splat(now))) for x in scores]
         total = self.sum(b.fadd(b.fadd(p[0], p[2]), b.fadd(p[1], p[3])))
         scale = b.extract_element(factor, ir.Constant(I32, 0))
+        self.store(scale, self.scaled(self.factors, head, 4), 4)
         place = self.at(state, 4)
         self.store(self.fma(self.load(place, F32, 4), scale, total), place, 4)
         for i, x in enumerate(p):
-            self.store(self.rounded(x), self._part(self.scores, i), 4)
-        weighted = [Variable(self, floats(LANES)) for _ in range(self.parts)]
-        for each in weighted:
+            self.store(self.rounded(x), self._part(scores_at, i), 4)
+
+    def _add_values(self, begin: Any, heads: range, low: Any, high: Any) -> None:
+        """P V of a tile, ascending over keys, behind what the heads have so far."""
+        weighted = {
+            (head, part): Variable(self, floats(LANES))
+            for head in heads
+            for part in range(self.parts)
+        }
+        for each in weighted.values():
             each.set(self.fill(0.0))
-        with self.loop(low, b.add(high, self.i64(1))) as j:
-            weight = self.splat(self.load(self.scaled(self.scores, j, 4), F32, 4))
+        with self.loop(low, self.b.add(high, self.i64(1))) as j:
             values = self._vectors(self.scaled(self.v_tile, j, 4 * self.width))
-            for each, value in zip(weighted, values, strict=True):
-                each.set(self.fma(weight, value, each.get()))
-        sums = self.scaled(self.sums, row, 4 * self.width)
-        for part, (each, old) in enumerate(zip(weighted, self._vectors(sums), strict=True)):
-            self.store(self.fma(old, factor, each.get()), self._part(sums, part), 4)
+            place = self.scaled(self.scores, j, 4)
+            for head in heads:
+                weight = self.splat(self.load(self.at(place, 4 * KEY_TILE * head), F32, 4))
+                for part, value in enumerate(values):
+                    total = weighted[head, part]
+                    total.set(self.fma(weight, value, total.get()))
+        for head in heads:
+            row = self.b.add(begin, self.i64(head))
+            sums = self.scaled(self.sums, row, 4 * self.width)
+            factor = self.splat(self.load(self.at(self.factors, 4 * head), F32, 4))
+            for part, old in enumerate(self._vectors(sums)):
+                value = self.fma(old, factor, weighted[head, part].get())
+                self.store(value, self._part(sums, part), 4)
 
     def _merge(self, row: Any) -> None:
         """Add the split under way to those before it, or put it down as the first."""

@@ -9,6 +9,9 @@ from consistent_kernels.program_source import source_sha256
 KEY_TILE = 64
 """Keys of one step of the online softmax, counted from position 0."""
 
+PAGE_MULTIPLE = 16
+"""Keys of a page are a multiple of this."""
+
 DEFAULT_KEY_SPLIT = 4096
 """Keys of one split, counted from position 0; contexts up to it are never split."""
 

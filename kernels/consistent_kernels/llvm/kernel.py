@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from consistent_kernels.llvm.machine import compile_kernel
 
-I1, I16, I32, I64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
 POINTER = ir.PointerType()
 LANES = 16

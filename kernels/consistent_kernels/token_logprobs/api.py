@@ -67,6 +67,8 @@ def _score(
     check_values("token_logprobs", columns, temperature, logits.shape[1])
     if impl == "reference":
         score = token_logprobs_from_logits_ref
+    elif impl == "llvm":
+        from consistent_kernels.token_logprobs.llvm import token_logprobs_llvm as score
     else:
         from consistent_kernels.token_logprobs.triton import token_logprobs_fwd as score
     logprob, lse, uncertainty = score(logits, columns, temperature, valid_vocab, banned, entropy)
@@ -199,7 +201,7 @@ def token_logprobs_from_logits(
         valid_vocab: ids from here on are -inf (padding rows of lm_head); V by default.
         banned: ids [n] or a bool mask [V] that are -inf too.
         entropy: whether to compute the entropy; no other bit depends on this.
-        impl: "reference" (any device) or "triton" (CUDA).
+        impl: "reference" (any device), "llvm" (x86 CPUs) or "triton" (CUDA).
 
     Returns:
         TokenLogprobs(logprob of the shape of ids, logsumexp [T], entropy [T] or None).
@@ -350,9 +352,10 @@ def token_logprobs_bwd(
     forward, backward = linear_impl or impl, (needs[0], needs[1], False)
     grads_hidden = []
     grad_weight = None
-    dtype = torch.float32 if impl == "reference" else weight.dtype
+    on_cpu = impl in ("reference", "llvm")
+    dtype = torch.float32 if on_cpu else weight.dtype
     head = _head(weight, forward)
-    if impl == "reference":
+    if on_cpu:
         weight = weight.float()
     for start in range(0, max(hidden.shape[0], 1), BACKWARD_ROWS[impl]):
         rows = slice(start, start + BACKWARD_ROWS[impl])

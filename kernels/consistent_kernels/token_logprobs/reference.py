@@ -82,7 +82,7 @@ def _ascending_sum(terms: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _merge(
+def merge_tiles(
     m: torch.Tensor, s: torch.Tensor, w: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Merge tiles in ascending order: ([T] logsumexp, [T] entropy or None)."""
@@ -97,7 +97,7 @@ def _merge(
     return maximum + log_total, log_total - mean
 
 
-def _chosen(
+def chosen_logits(
     logits: torch.Tensor,
     ids: torch.Tensor,
     temperature: torch.Tensor,
@@ -137,8 +137,8 @@ def token_logprobs_from_logits_ref(
     for start in range(0, max(logits.shape[0], 1), REFERENCE_ROWS):
         rows = slice(start, start + REFERENCE_ROWS)
         z = scaled_logits(logits[rows], temperature[rows], valid_vocab, banned)
-        lse, mean_surprise = _merge(*_tile_partials(z, entropy))
-        chosen = _chosen(logits[rows], ids[rows], temperature[rows], valid_vocab, banned)
+        lse, mean_surprise = merge_tiles(*_tile_partials(z, entropy))
+        chosen = chosen_logits(logits[rows], ids[rows], temperature[rows], valid_vocab, banned)
         parts.append((chosen - lse[:, None], lse, mean_surprise))
     logprobs, lses, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(lses), torch.cat(entropies) if entropy else None

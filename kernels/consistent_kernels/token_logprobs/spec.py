@@ -1,5 +1,6 @@
 """What a token's log-prob is, and the pinned schedule of each implementation."""
 
+from consistent_kernels import llvm
 from consistent_kernels.contract import OpSpec, Program, float_bits
 from consistent_kernels.program_source import source_sha256
 
@@ -33,11 +34,11 @@ SPEC = OpSpec(
 REFERENCE_ROWS = 16
 """Reference: rows reduced at once, 3 MB of logits at a vocabulary of 49152. Moves no bit."""
 
-STREAM_ROWS = {"reference": 128, "triton": 512}
+STREAM_ROWS = {"reference": 128, "llvm": 128, "triton": 512}
 """Rows whose logits exist at once when they come from hidden states: 300 MB for 512 rows at a
 vocabulary of 151936. Rows are independent: it moves no bit."""
 
-BACKWARD_ROWS = {"reference": 128, "triton": 4096}
+BACKWARD_ROWS = {"reference": 128, "llvm": 128, "triton": 4096}
 """As STREAM_ROWS in the backward, where each step also adds to a gradient of the weight's size."""
 
 NUM_WARPS = 1
@@ -45,6 +46,7 @@ NUM_WARPS = 1
 
 _SCHEDULES = {
     "reference": (("reference.py",), {"tree": "halving", "exp": "aten"}),
+    "llvm": (("llvm.py", "reference.py"), {"tree": "halving", "exp": "polynomial; merge: aten"}),
     "triton": (
         ("triton.py",),
         {"tree": "halving", "exp": "libdevice", "fp_fusion": False, "num_warps": NUM_WARPS},
@@ -54,9 +56,21 @@ _SCHEDULES = {
 IMPLEMENTATIONS = tuple(_SCHEDULES)
 
 
+_SHARED = {"llvm": llvm.SOURCES, "triton": ("triton_tree.py",)}
+
+
+def choose(device_type: str, arch: str | None = None, facts: object = None) -> str:
+    """Return the implementation for a device; `arch` and `facts` are not read."""
+    if device_type == "cuda":
+        return "triton"
+    return "llvm" if llvm.is_available() else "reference"
+
+
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton")."""
+    """Return the program of `impl`, one of IMPLEMENTATIONS."""
     files, schedule = _SCHEDULES[impl]
-    shared = ("triton_tree.py",) if impl == "triton" else ()
+    shared = _SHARED.get(impl, ())
+    if impl == "llvm":
+        schedule = schedule | llvm.identity()
     source = source_sha256("token_logprobs", "spec.py", *files, shared=shared)
     return Program(impl, source, schedule)

@@ -112,6 +112,8 @@ def test_token_logprobs_grad_matches_reference(
     impl_device: tuple[str, str], rows: int, dtype: torch.dtype
 ) -> None:
     impl, device = impl_device
+    if impl == "llvm" and dtype != torch.bfloat16:
+        pytest.skip("linear's own GEMM multiplies bf16 alone")
     vocab, size = 1100, 64
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(rows, size, generator=generator).to(device=device, dtype=dtype)

@@ -27,7 +27,7 @@ _STATE = 2  # m and row sum
 _ACCUMULATORS = 24  # vectors that P V may keep in registers
 
 
-class _Attention(Kernel):
+class Attention(Kernel):
     """The words of its command: see `command`."""
 
     def __init__(self, head_dim: int, group: int) -> None:
@@ -298,7 +298,7 @@ class _Attention(Kernel):
 @functools.cache
 def attention_kernel(head_dim: int, group: int) -> int:
     """Return the address of the kernel."""
-    return _Attention(head_dim, group).compile()
+    return Attention(head_dim, group).compile()
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor) -> None:

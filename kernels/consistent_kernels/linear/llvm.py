@@ -35,7 +35,7 @@ def panel_columns() -> int:
     return _VECTORS * _shape(multiplier(), vector_bits())[0]
 
 
-class _Gemm(Kernel):
+class Gemm(Kernel):
     """The words of its command, behind the counter: see `command`."""
 
     def __init__(self, multiply: str, bits: int, out_fp32: bool) -> None:
@@ -130,7 +130,7 @@ class _Gemm(Kernel):
 @functools.cache
 def gemm_kernel(out_fp32: bool) -> int:
     """Return the address of the GEMM."""
-    return _Gemm(multiplier(), vector_bits(), out_fp32).compile()
+    return Gemm(multiplier(), vector_bits(), out_fp32).compile()
 
 
 def check_operand(x: torch.Tensor) -> None:

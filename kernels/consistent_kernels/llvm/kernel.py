@@ -83,10 +83,10 @@ class Kernel:
         self.b = ir.IRBuilder(start)
         self.command = self.b.ptrtoint(self.function.args[0], I64)
 
-    def compile(self) -> int:
-        """Finish the function and return its address."""
+    def compile(self, cpu: str | None = None) -> int:
+        """Finish the function and return its address; `cpu` as in `compile_kernel`."""
         self.b.ret_void()
-        return compile_kernel(self.module, self.name)
+        return compile_kernel(self.module, self.name, cpu)
 
     def i64(self, value: int) -> ir.Constant:
         """Return a 64-bit constant."""

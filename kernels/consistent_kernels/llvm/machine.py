@@ -58,17 +58,20 @@ def _target() -> Any:
     return binding.Target.from_default_triple()
 
 
-def compile_kernel(module: Any, name: str) -> int:
+def compile_kernel(module: Any, name: str, cpu: str | None = None) -> int:
     """Return the address of function `name` of an `llvmlite.ir.Module`, compiled for this CPU.
 
     Nothing is contracted or reassociated: the instructions carry no fast-math flag, and a fused
     multiply-add is one only where the module says so.
+
+    Args:
+        cpu: compile for this older CPU instead, by LLVM's name.
     """
     from llvmlite import binding
 
     machine = _target().create_target_machine(
-        cpu=binding.get_host_cpu_name(),
-        features=binding.get_host_cpu_features().flatten(),
+        cpu=cpu or binding.get_host_cpu_name(),
+        features="" if cpu else binding.get_host_cpu_features().flatten(),
         opt=3,
     )
     parsed = binding.parse_assembly(str(module))

@@ -15,7 +15,7 @@ from consistent_kernels.llvm.kernel import I16, LANES, Kernel, floats
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-class _SiluAndMul(Kernel):
+class SiluAndMul(Kernel):
     """The words of its command: see `command`."""
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,7 @@ class _SiluAndMul(Kernel):
 @functools.cache
 def silu_and_mul_kernel(size: int) -> int:
     """Return the address of the kernel for bf16 (2 bytes) or fp32 (4)."""
-    return _SiluAndMul(size).compile()
+    return SiluAndMul(size).compile()
 
 
 def command(

@@ -8,7 +8,7 @@ import torch
 
 from consistent_kernels.contract import Contract
 from consistent_kernels.errors import ContractMismatchError
-from consistent_kernels.linear import linear, prepare_weight
+from consistent_kernels.linear import linear, linear_packed, pack_weight, prepare_weight
 from consistent_kernels.router import RouterParameters
 from vllm_consistent.layers.linear import ConsistentLinearMethod
 
@@ -23,11 +23,19 @@ class ConsistentGateMethod(ConsistentLinearMethod):
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rebuild the prepared weight, and nothing else: fp32 results need no packed copy."""
+        """Rebuild the prepared weight, and its packed copy where that gives fp32 results."""
         self.prepared.rebuild(layer.weight, self.prepare(layer))
+        weight = self.prepared.of(layer.weight.data)
+        if self.packed is None:
+            packed = pack_weight(weight, impl=self.impl) if self.impl == "llvm" else None
+            self.packed = [] if packed is None else [packed]
+        for each in self.packed:
+            each.rebuild(weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> [T, E] fp32."""
+        if self.packed:
+            return linear_packed(x, self.packed[0], bias, out_dtype=torch.float32)
         weight = self.prepared.of(layer.weight)
         return linear(x, weight, bias, impl=self.impl, out_dtype=torch.float32)
 

@@ -11,22 +11,7 @@ from consistent_kernels.linear.onednn import linear_onednn
 from consistent_kernels.linear.reference import linear_ref
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype], torch.Tensor]
-
-
-def _linear_llvm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    # Imported when called: llvmlite is not everywhere.
-    from consistent_kernels.linear.llvm import linear_llvm
-
-    return linear_llvm(x, weight, bias, out_dtype)
-
-
-LINEAR: dict[str, Linear] = {
-    "reference": linear_ref,
-    "llvm": _linear_llvm,
-    "onednn": linear_onednn,
-}
+LINEAR: dict[str, Linear] = {"reference": linear_ref, "onednn": linear_onednn}
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:

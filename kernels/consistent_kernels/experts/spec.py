@@ -3,6 +3,7 @@
 import dataclasses
 
 from consistent_kernels.contract import OpSpec, Program, Scalar
+from consistent_kernels.linear.onednn import native_bf16
 from consistent_kernels.program_source import source_sha256
 
 SPEC = OpSpec(
@@ -67,7 +68,6 @@ two the implementation prefers for so many rows (no bit shows which)."""
 
 _FILES = {
     "reference": ("reference.py",),
-    "llvm": ("reference.py",),
     "onednn": ("reference.py",),
     "triton": ("triton.py", "triton_layout.py"),
     "deep_gemm": (
@@ -82,7 +82,7 @@ IMPLEMENTATIONS = tuple(_FILES)
 
 
 def choose(device_type: str, arch: str | None = None, facts: object = None) -> str:
-    """Return the implementation for a device: that of `linear`.
+    """Return the implementation for a device: that of `linear` on CUDA.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -91,6 +91,9 @@ def choose(device_type: str, arch: str | None = None, facts: object = None) -> s
     """
     from consistent_kernels.linear.spec import choose as choose_linear
 
+    if device_type != "cuda":
+        # Plain weights, expert by expert: `linear`'s own GEMM would lay them out at each call.
+        return "reference" if native_bf16() is None else "onednn"
     return choose_linear(device_type, arch)
 
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from expert_cases import SHAPES
-from implementations import DEEP_GEMM_CUDA, LLVM_CPU, REFERENCE_CPU, TRITON_CUDA
+from implementations import DEEP_GEMM_CUDA, REFERENCE_CPU, TRITON_CUDA
 
 from consistent_kernels.linear.onednn import native_bf16
 
@@ -34,7 +34,7 @@ def _compiled() -> None:
     prepare(shapes, torch.device("cuda", torch.cuda.current_device()))
 
 
-@pytest.fixture(params=[REFERENCE_CPU, LLVM_CPU, ONEDNN_CPU, TRITON_CUDA, DEEP_GEMM_CUDA])
+@pytest.fixture(params=[REFERENCE_CPU, ONEDNN_CPU, TRITON_CUDA, DEEP_GEMM_CUDA])
 def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(implementation, device) pairs that this machine can run."""
     if request.param[0] == "deep_gemm":

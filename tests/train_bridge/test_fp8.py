@@ -12,6 +12,7 @@ from fsdp2_rank import shard, two_steps
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model, tiny_model
 
+from consistent_kernels import counters
 from consistent_kernels.errors import ConfigurationError, StaleWeightsError
 from consistent_kernels.protocol import state_digest
 from consistent_kernels.quantization import dequantize_blocks
@@ -51,6 +52,7 @@ def test_masters_export_the_checkpoint_they_came_from(checkpoint: Path) -> None:
 
 
 def test_contract_report_and_gradients(checkpoint: Path) -> None:
+    counters.reset()  # they count for the whole process, other tests included
     model = bridge_model(load_masters(checkpoint))
     contract = bridge_state(model).contract
     kind = "moe" if bridge_state(model).facts.moe else "dense"

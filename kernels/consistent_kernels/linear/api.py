@@ -232,7 +232,7 @@ def linear_bwd(
     weight_dtype: torch.dtype = torch.float32,
     add_to: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of `linear`; every implementation uses PyTorch's GEMM, fp32 accumulation.
+    """Gradients of `linear`, fp32 accumulation: PyTorch's GEMM, or "llvm"'s own for bf16.
 
     Args:
         grad_y: [T, N]; x: [T, K]; weight: [N, K] prepared.
@@ -249,4 +249,10 @@ def linear_bwd(
         raise invalid(
             "linear_bwd", "grad_y", f"of shape {(x.shape[0], weight.shape[0])}", tuple(grad_y.shape)
         )
+    # Gradients of fp32 logits, and sums onto another gradient, go the reference's way.
+    is_bf16 = grad_y.dtype == x.dtype == weight.dtype == torch.bfloat16 and add_to is None
+    if impl == "llvm" and is_bf16 and weight_dtype in (torch.bfloat16, torch.float32):
+        from consistent_kernels.linear.llvm import linear_bwd_llvm
+
+        return linear_bwd_llvm(grad_y, x, weight, needs, weight_dtype)
     return linear_bwd_ref(grad_y, x, weight, needs, weight_dtype, add_to)

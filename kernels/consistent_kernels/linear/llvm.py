@@ -273,3 +273,25 @@ def linear_llvm(
     """As `linear_packed_llvm`, from a plain weight [N, K] bf16."""
     check_operand(x)
     return linear_packed_llvm(x, pack(weight), weight.shape[0], bias, out_dtype)
+
+
+def linear_bwd_llvm(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    needs: tuple[bool, bool, bool],
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """As `linear_bwd_ref`, of bf16 numbers: both products by the forward's GEMM, fp32 sums.
+
+    Args:
+        grad_y: [T, N]; x: [T, K]; weight: [N, K]; all bf16.
+        needs: which of (x, weight, bias) want a gradient.
+        weight_dtype: bf16 or fp32.
+    """
+    grad_x = grad_weight = None
+    if needs[0]:
+        grad_x = linear_llvm(grad_y, weight.t(), None, x.dtype)
+    if needs[1]:
+        grad_weight = linear_llvm(grad_y.t().contiguous(), x.t(), None, weight_dtype)
+    return grad_x, grad_weight, grad_y.sum(0, dtype=torch.float32) if needs[2] else None

@@ -18,7 +18,8 @@ from train_bridge.classes import CONSISTENT, MODELS, QUANTIZED, UNUSED, Consiste
 from train_bridge.functions.quantization import QuantizedWeights
 from train_bridge.masters import remember_quantization, served_quantization
 from train_bridge.modules import Bridged, unwrapped
-from train_bridge.state import MASTER_DTYPES, BridgeState, WeightVersion
+from train_bridge.state import BridgeState
+from train_bridge.weight_version import MASTER_DTYPES, WeightVersion
 from train_bridge.weights import follow_optimizers
 
 

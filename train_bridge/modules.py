@@ -22,7 +22,8 @@ from train_bridge.functions.rotary import RotaryFunction
 from train_bridge.functions.silu_and_mul import SiluAndMulFunction
 from train_bridge.functions.token_logprobs import TokenLogprobsFunction
 from train_bridge.packing import PackedBatch
-from train_bridge.state import MODEL_DTYPE, BridgeState
+from train_bridge.state import BridgeState
+from train_bridge.weight_version import MODEL_DTYPE
 
 _linear = isolated(LinearFunction)
 _embedding = isolated(EmbeddingFunction)

@@ -1,10 +1,10 @@
-"""What all modules of one bridged model share: contract, parameters of the ops, weight version."""
+"""What all modules of one bridged model share: contract, parameters of the ops, prepared weights."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,27 +16,8 @@ from consistent_kernels.linear import prepare_weight
 from consistent_kernels.model_facts import ModelFacts
 from consistent_kernels.rotary import RopeParameters
 from consistent_kernels.router import RouterParameters
-
-if TYPE_CHECKING:
-    from train_bridge.functions.quantization import QuantizedWeights
-
-MODEL_DTYPE = torch.bfloat16
-"""Activations and rounded weights; masters may be fp32."""
-
-MASTER_DTYPES = (torch.float32, torch.bfloat16)
-"""What rounds to the engine's weight in one step."""
-
-
-class WeightVersion:
-    """A counter that grows by one whenever the weights change; 0 is the loaded checkpoint."""
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-
-    def bump(self) -> int:
-        """Say that weights changed; returns the new version."""
-        self.value += 1
-        return self.value
+from train_bridge.functions.quantization import QuantizedWeights
+from train_bridge.weight_version import MASTER_DTYPES, MODEL_DTYPE, WeightVersion
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from consistent_kernels.protocol.weights import (
 )
 from consistent_kernels.quantization.parameters import SCALE_SUFFIX
 from train_bridge.modules import Bridged, unwrapped
-from train_bridge.state import MODEL_DTYPE, WeightVersion
+from train_bridge.weight_version import MODEL_DTYPE, WeightVersion
 
 _FOLLOWED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hook: Any = None

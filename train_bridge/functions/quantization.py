@@ -8,7 +8,7 @@ import torch
 
 from consistent_kernels.fp8_experts import quantize_expert_weight
 from consistent_kernels.quantization import quantize_weight
-from train_bridge.state import MODEL_DTYPE, WeightVersion
+from train_bridge.weight_version import MODEL_DTYPE, WeightVersion
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 """(values [N, K] float8_e4m3fn, scale [ceil(N / 128), ceil(K / 128)] fp32); of experts [E, ...]."""

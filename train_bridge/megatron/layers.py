@@ -31,7 +31,7 @@ from train_bridge.megatron.conversion import qkv_sizes
 from train_bridge.megatron.functions import FusedQKVFunction
 from train_bridge.megatron.state import BatchLayout, MegatronState
 from train_bridge.modules import Bridged, Gemm, Scoring
-from train_bridge.state import MODEL_DTYPE
+from train_bridge.weight_version import MODEL_DTYPE
 
 _linear = isolated(LinearFunction)
 _fused_qkv = isolated(FusedQKVFunction)

@@ -14,7 +14,8 @@ from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import invalid
 from train_bridge.functions.ambient import plain_settings
 from train_bridge.megatron.conversion import qkv_rows, qkv_sizes
-from train_bridge.state import MODEL_DTYPE, BridgeState
+from train_bridge.state import BridgeState
+from train_bridge.weight_version import MODEL_DTYPE
 
 COLUMN_CUT = 64
 """Fused columns equal separate ones where the cuts are multiples of this (see `linear`)."""

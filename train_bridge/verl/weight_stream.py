@@ -18,7 +18,7 @@ from consistent_kernels.protocol.weights import (
 from train_bridge.hf import bridge_state
 from train_bridge.modules import unwrapped
 from train_bridge.reporting import consistency_report
-from train_bridge.state import MODEL_DTYPE
+from train_bridge.weight_version import MODEL_DTYPE
 
 
 def weight_stream(

@@ -13,7 +13,7 @@ from consistent_kernels.quantization import quantize_rows, quantize_weight
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
 from train_bridge.functions.fp8_linear import Fp8LinearFunction
 from train_bridge.functions.quantization import QuantizedWeights
-from train_bridge.state import WeightVersion
+from train_bridge.weight_version import WeightVersion
 
 FORMATS = ("fp32", "ue8m0")
 PROGRAMS = (REFERENCE_CPU, TRITON_CUDA, DEEP_GEMM_CUDA)

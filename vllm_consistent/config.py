@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from consistent_kernels.errors import ConfigurationError, MissingBinaryError, UnsupportedError
 from consistent_kernels.model_facts import ARCHITECTURES, model_facts
 from consistent_kernels.resolve import resolve_contract
+from consistent_kernels.rotary import RopeParameters
 from vllm_consistent import contracts, env, patches
 from vllm_consistent.refusals import EXTENSION, WORKERS, violations
 
@@ -71,6 +72,7 @@ def prepare(vllm_config: VllmConfig) -> None:
         dtype = str(model.dtype).removeprefix("torch.")
         facts = model_facts(model.hf_text_config, dtype, architecture=model.architecture)
         contract = resolve_contract(facts, device_type, only=env.program())
+        found.extend(_positions(model))
     except ConfigurationError as error:
         found.extend(error.violations)
     except (UnsupportedError, MissingBinaryError) as error:
@@ -80,6 +82,17 @@ def prepare(vllm_config: VllmConfig) -> None:
     contracts.attach(vllm_config, contract)
     patches.apply_requests()
     _select(vllm_config, device_type)
+
+
+def _positions(model: Any) -> list[str]:
+    # vLLM lets VLLM_ALLOW_LONG_MAX_MODEL_LEN go beyond the rotary table; the trainer never does.
+    rows = RopeParameters.from_hf_config(model.hf_text_config).max_position
+    if model.max_model_len <= rows:
+        return []
+    return [
+        f"max_model_len={model.max_model_len} lies beyond the model's {rows} positions; lower it, "
+        "or set rope scaling in config.json, which both sides read"
+    ]
 
 
 def _select(vllm_config: VllmConfig, device_type: str) -> None:

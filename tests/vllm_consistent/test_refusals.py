@@ -175,6 +175,15 @@ def test_all_violations_come_in_one_error(configure: Any) -> None:
     assert "refused for 5 reason(s)" in str(caught.value)
 
 
+def test_rejects_positions_beyond_the_rotary_table(
+    configure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    with pytest.raises(ConfigurationError, match=r"=4096 lies beyond the model.s 2048 positions"):
+        configure(max_model_len=4096)
+    configure(max_model_len=2048)
+
+
 def test_a_vllm_error_stays_a_vllm_error(configure: Any) -> None:
     with pytest.raises(ValueError, match="max_model_len") as caught:
         configure(max_model_len=1 << 20)

@@ -124,7 +124,14 @@ class ConsistentEngine:
         # vLLM may have loaded its plugins before the switch was on.
         plugin.register()
         defaults = QUICK_START if current_platform.is_cpu() else {}
-        self.llm = LLM(model=str(model), **{**defaults, **engine_args})
+        default_dtype = torch.get_default_dtype()
+        try:
+            self.llm = LLM(model=str(model), **{**defaults, **engine_args})
+        except BaseException:
+            # vLLM leaves its own (vllm/utils/torch_utils.py: set_default_torch_dtype), for all that
+            # this process computes from then on.
+            torch.set_default_dtype(default_dtype)
+            raise
         self.contract = verify_reports(self.reports(), contract)
 
     def reports(self) -> list[dict[str, Any] | None]:

@@ -79,10 +79,14 @@ class ServedWeights:
             finish: False when more buckets of the same update follow.
 
         Raises:
-            InvalidInputError: unknown name or wrong shape; nothing was loaded.
-            ConsistencyError: a tensor holds NaN or infinity; nothing was loaded.
+            InvalidInputError: unknown name, wrong shape or dtype, or a version that is no integer;
+                nothing was loaded.
+            ConsistencyError: a tensor holds NaN or infinity, or what rounds to it; nothing was
+                loaded.
             StaleWeightsError: the update ends without some weight.
         """
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise InvalidInputError(f"weight update: version must be an integer, got {version!r}")
         views = self._all_views()
         pairs = self._checked(dict(weights), views)
         pairs = as_served(pairs, views, self._contract)
@@ -174,6 +178,13 @@ class ServedWeights:
                 "them into lists. Write a .safetensors file (in /dev/shm to stay in memory) and "
                 "pass its path"
             )
+        integers = [
+            f"{name} must be of a float dtype, got {tensor.dtype}"
+            for name, tensor in checked.items()
+            if not tensor.is_floating_point()
+        ]
+        if integers:
+            raise InvalidInputError(f"weight update: {'; '.join(integers[:8])}")
         if self._tied and TIED_HEAD in checked:
             head = checked.pop(TIED_HEAD)
             body = checked.get(TIED_TO)
@@ -219,16 +230,19 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype == FP8:
         # e4m3fn has no infinity, and one NaN of either sign.
         return tensor.numel() == 0 or int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
-    # One pass without temporaries; aminmax propagates NaN.
-    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
+    # One pass without temporaries; aminmax propagates NaN. A finite fp32 may round to infinity.
+    return tensor.numel() == 0 or all(
+        bool(torch.isfinite(end.to(torch.bfloat16))) for end in torch.aminmax(tensor)
+    )
 
 
 def read_safetensors(path: str) -> dict[str, torch.Tensor]:
     """Read a .safetensors file, or every one in a folder.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is none, or one that is damaged.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     where = Path(path)
@@ -237,5 +251,10 @@ def read_safetensors(path: str) -> dict[str, torch.Tensor]:
         raise ConfigurationError([f"no .safetensors file at {path}"], "weight update")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        tensors.update(load_file(file))
+        try:
+            tensors.update(load_file(file))
+        except (SafetensorError, OSError) as error:
+            raise ConfigurationError(
+                [f"{file} cannot be read ({error}); write it again"], "weight update"
+            ) from error
     return tensors

@@ -291,6 +291,36 @@ def test_preflight_names_the_model(
     assert set(broken_keys(small(checkpoint))) == {PATH}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.max_prompt_length", "long"),
+        ("data.max_response_length", 0),
+        ("data.max_response_length", True),
+        ("actor_rollout_ref.rollout.max_model_len", "long"),
+    ],
+)
+def test_preflight_names_a_length_that_is_none(
+    key: str, value: Any, checkpoint: Path, broken_keys: Keys
+) -> None:
+    assert broken_keys(small(checkpoint) | {key: value}) == [key]
+
+
+def test_preflight_counts_scaled_positions(checkpoint: Path, broken_keys: Keys) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 2048
+    edit_config(checkpoint, rope_parameters=yarn)
+    key = "data.max_response_length"
+    assert broken_keys(small(checkpoint) | {key: 4096}) == []
+    assert broken_keys(small(checkpoint) | {key: 8192}) == [key]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_preflight_names_a_damaged_file(file: str, checkpoint: Path, broken_keys: Keys) -> None:
+    (checkpoint / file).write_text("{")
+    assert broken_keys(small(checkpoint)) == [PATH]
+
+
 def test_preflight_names_a_missing_tokenizer(checkpoint: Path, broken_keys: Keys) -> None:
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()

@@ -9,6 +9,7 @@ from typing import Any
 from consistent_kernels.errors import ConfigurationError, UnsupportedError
 from consistent_kernels.model_facts import ModelFacts, model_facts
 from consistent_kernels.resolve import resolve_contract
+from consistent_kernels.rotary import RopeParameters
 from train_bridge.masters import served_quantization
 from train_bridge.verl.preflight.view import View, Violation
 
@@ -23,7 +24,7 @@ def violations(view: View) -> Iterator[Violation]:
         return
     try:
         config = _config(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers raises of a damaged file
         yield Violation(_PATH, str(folder), f"config.json is unusable ({error})", "another folder")
         return
     try:
@@ -74,7 +75,12 @@ def _vocabulary(folder: Path, facts: ModelFacts) -> Iterator[Violation]:
     if not any(folder.glob("tokenizer*")):
         yield Violation(_PATH, str(folder), "it holds no tokenizer", "a folder with its tokenizer")
         return
-    size = len(AutoTokenizer.from_pretrained(folder))
+    try:
+        size = len(AutoTokenizer.from_pretrained(folder))
+    except Exception as error:  # whatever transformers raises of a damaged file
+        why = f"its tokenizer cannot be read ({error})"
+        yield Violation(_PATH, str(folder), why, "a folder with its tokenizer")
+        return
     if size > facts.vocab_size:
         yield Violation(
             _PATH,
@@ -86,12 +92,12 @@ def _vocabulary(folder: Path, facts: ModelFacts) -> Iterator[Violation]:
 
 
 def _positions(view: View, config: Any) -> Iterator[Violation]:
-    limit = getattr(config, "max_position_embeddings", None)
+    # With rope scaling the table is longer than max_position_embeddings.
+    limit = RopeParameters.from_hf_config(config).max_position
     rollout = "actor_rollout_ref.rollout"
-    longest = view.get(f"{rollout}.max_model_len") or (
-        view.get(f"{rollout}.prompt_length", 0) + view.get(f"{rollout}.response_length", 0)
-    )
-    if limit is not None and longest > limit:
+    lengths = view.integers(f"{rollout}.prompt_length", f"{rollout}.response_length")
+    longest = view.get(f"{rollout}.max_model_len") or (sum(lengths) if lengths else 0)
+    if isinstance(longest, int) and longest > limit:
         yield Violation(
             "data.max_response_length",
             view.get("data.max_response_length"),

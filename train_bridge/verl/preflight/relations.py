@@ -86,9 +86,17 @@ def _seed(view: View) -> Iterator[Violation]:
 
 
 def _lengths(view: View) -> Iterator[Violation]:
-    longest = view.get(f"{_ROLLOUT}.prompt_length", 0) + view.get(f"{_ROLLOUT}.response_length", 0)
+    for key in ("data.max_prompt_length", "data.max_response_length"):
+        value = view.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield Violation(key, value, "it bounds a sequence", "an integer of at least 1")
     key = f"{_ROLLOUT}.max_model_len"
     limit = view.get(key)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+        yield Violation(key, limit, "it bounds a sequence", "an integer, or null")
+        return
+    lengths = view.integers(f"{_ROLLOUT}.prompt_length", f"{_ROLLOUT}.response_length")
+    longest = sum(lengths) if lengths else 0
     if limit is not None and limit < longest:
         yield Violation(
             key, limit, "prompts and responses do not fit, so responses are cut", f"{longest}"

@@ -81,6 +81,12 @@ class View:
             return default
         return default if value is None else value
 
+    def integers(self, *keys: str) -> list[int] | None:
+        """Return the values of `keys`; None where one is no integer (a rule of its own says so)."""
+        values = [self.get(key, 0) for key in keys]
+        whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+        return values if whole else None
+
     def mapping(self, key: str) -> dict[str, Any]:
         """Return a section as a dict, {} where it is absent."""
         value = self.get(key, {})

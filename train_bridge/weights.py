@@ -187,7 +187,14 @@ def push_weights(
         call["weights"] = weights
     else:
         call["path"] = str(_write(weights, path))
-    answers = engine.collective_rpc("update_weights_in_place", kwargs=call)
+    try:
+        answers = engine.collective_rpc("update_weights_in_place", kwargs=call)
+    except (AttributeError, NotImplementedError) as error:
+        # What vLLM raises of a worker without our extension.
+        raise StaleWeightsError(
+            f"push_weights: the engine's workers take no weights ({error}): the plugin is not "
+            "active there. Start the engine with VLLM_CONSISTENT=1 and vllm-consistent installed"
+        ) from error
     if not engine.reset_prefix_cache():
         raise StaleWeightsError(
             "push_weights: the engine's prefix cache could not be reset, requests are running. "

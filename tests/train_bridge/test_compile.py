@@ -17,7 +17,7 @@ IDS = torch.arange(5, 45).view(2, 20)
 
 
 def scored(model: nn.Module) -> torch.Tensor:
-    return token_logprobs(model, IDS).log_probs
+    return token_logprobs(model, IDS.to(next(model.parameters()).device)).log_probs
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -37,8 +37,8 @@ def by_layer(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("compiled", [wrapped, in_place, by_layer])
-def test_compiled_equals_eager(compiled: Callable, make_bridged: Callable) -> None:
-    model = make_bridged("qwen3", torch.float32)
+def test_compiled_equals_eager(compiled: Callable, device: str, make_bridged: Callable) -> None:
+    model = make_bridged("qwen3", torch.float32, device)
     expected = scored(model)
     (expected.sum()).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -46,8 +46,23 @@ def test_compiled_equals_eager(compiled: Callable, make_bridged: Callable) -> No
     found = scored(compiled(model))
     found.sum().backward()
     assert_bitwise_equal(found.detach(), expected.detach())
+    if device == "cuda":
+        return  # gradients repeat under deterministic_gradients only
     for name, parameter in model.named_parameters():
         assert_bitwise_equal(parameter.grad, gradients[name], name)
+
+
+def test_fast_fp32_changes_no_bit(device: str, make_bridged: Callable) -> None:
+    model = make_bridged("llama", torch.float32, device)
+    expected = scored(model).detach()
+    try:
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            assert_bitwise_equal(scored(model).detach(), expected, precision)
+            fresh = make_bridged("llama", torch.float32, device)
+            assert_bitwise_equal(scored(fresh).detach(), expected, f"{precision}, fresh")
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_compiled_model_is_found_by_its_state(make_bridged: Callable) -> None:

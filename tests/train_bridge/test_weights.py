@@ -242,3 +242,13 @@ def test_bridged_models_are_freed(make_bridged: Callable) -> None:
     del model
     gc.collect()
     assert seen() is None
+
+
+def test_push_to_a_stock_engine_says_that_the_plugin_is_missing(make_bridged: Callable) -> None:
+    class StockEngine(FakeEngine):
+        def collective_rpc(self, method: str, *_: Any, **__: Any) -> list[Any]:
+            raise NotImplementedError(f"Worker has no method {method}")
+
+    model = make_bridged("llama")
+    with pytest.raises(StaleWeightsError, match=r"plugin is not active .* VLLM_CONSISTENT=1"):
+        push_weights(model, StockEngine("0" * 64))

@@ -99,12 +99,12 @@ def test_temperature_reaches_each_token() -> None:
         batch.per_token(torch.ones(3, 5), tokens)
 
 
-@pytest.mark.parametrize("value", [0.0099, 1e-6, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0099, 1e-6, -1.0, 2.1, float("nan"), float("inf")])
 def test_temperature_that_vllm_does_not_divide_by_is_refused(value: float) -> None:
     batch = pack(*padded("left"), **LIMITS)
     tokens = torch.arange(9)
     for given in (value, torch.tensor([1.0, 0.0, value])):
-        with pytest.raises(InvalidInputError, match=r"temperature must be 0 .* or at least 0\.01"):
+        with pytest.raises(InvalidInputError, match=r"temperature must be 0 .* or 0\.01 to 2\.0"):
             batch.per_token(given, tokens)
     # Of a row that is not scored nothing is asked.
     first = tokens[: LENGTHS[0]]

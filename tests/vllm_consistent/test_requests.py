@@ -66,7 +66,7 @@ def test_rejects_an_id_outside_the_vocabulary(engine: Any, token: int) -> None:
 
 
 def test_rejects_scoring_at_a_temperature_that_vllm_raises(engine: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"at least 0\.01, and finite, got 0\.005"):
+    with pytest.raises(InvalidInputError, match=r"or 0\.01 to 2\.0, got 0\.005"):
         engine.score([[5, 6, 7]], temperature=0.005)
 
 

@@ -7,7 +7,11 @@ from consistent_kernels.protocol.report import (
     check_reports,
     environment_facts,
 )
-from consistent_kernels.protocol.temperature import LOWEST_TEMPERATURE, check_temperature
+from consistent_kernels.protocol.temperature import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_TEMPERATURE,
+    check_temperature,
+)
 from consistent_kernels.protocol.weights import (
     TensorDigest,
     WeightDigest,
@@ -19,6 +23,7 @@ from consistent_kernels.protocol.weights import (
 
 __all__ = [
     "HANDOVER_NAME",
+    "HIGHEST_TEMPERATURE",
     "LOWEST_TEMPERATURE",
     "ConsistencyReport",
     "Handover",

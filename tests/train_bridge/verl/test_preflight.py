@@ -116,6 +116,7 @@ STOCK = "verl.workers.config.FSDPEngineConfig"
         ("data.gen_batch_size", 16),
         (f"{ROLLOUT}.temperature", 0),
         (f"{ROLLOUT}.temperature", 0.005),
+        (f"{ROLLOUT}.temperature", 2.5),
         (f"{ROLLOUT}.temperature", float("inf")),
         (f"{ROLLOUT}.seed", "soon"),
         (f"{ROLLOUT}.max_model_len", 100),

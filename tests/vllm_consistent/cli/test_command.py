@@ -51,7 +51,7 @@ def test_help_does_not_import_torch_or_vllm() -> None:
     [
         (["--steps", 0], "--steps must be at least 1, got 0"),
         (["--samples", 1], "--samples must be at least 2, got 1"),
-        (["--temperature", 0], "--temperature must be finite and at least 0.01"),
+        (["--temperature", 0], "--temperature must be from 0.01"),
         (["--model", "/absent"], "--model must be"),
         (["--data", "/absent"], "--data must be an existing file"),
         (["--steps", "many"], "integer"),

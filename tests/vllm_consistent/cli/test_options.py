@@ -28,7 +28,7 @@ def test_all_violations_come_in_one_error(tmp_path: Path) -> None:
     assert "two or more" in text
 
 
-@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0, 0.005])
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0, 0.005, 2.5])
 def test_rejects_temperature(temperature: float) -> None:
     with pytest.raises(ConfigurationError, match="--temperature"):
         DemoOptions(temperature=temperature).check()

@@ -373,3 +373,13 @@ def test_resume_rejects_a_checkpoint_whose_state_lacks_a_part(world: Any) -> Non
     state.write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="is damaged: its state lacks rows, contract"):
         world.start(resume=True)
+
+
+def test_resume_measures_a_damaged_stock_record_again(world: Any) -> None:
+    world.start({2: KeyboardInterrupt()})
+    record = json.loads((world.out / "stock.json").read_text())
+    record["steps"]["0"] = {}
+    (world.out / "stock.json").write_text(json.dumps(record))
+    resumed = world.start(resume=True)
+    assert resumed.code == exit_codes.OK
+    assert resumed.summary["stock"]["tokens"] > 0

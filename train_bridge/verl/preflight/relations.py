@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from consistent_kernels.protocol.temperature import LOWEST_TEMPERATURE, is_shared_temperature
+from consistent_kernels.protocol.temperature import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_TEMPERATURE,
+    is_shared_temperature,
+)
 from train_bridge.verl.preflight.view import SECTIONS, View, Violation
 
 EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
@@ -73,8 +77,8 @@ def _temperature(view: View) -> Iterator[Violation]:
         yield Violation(
             key,
             value,
-            "log-probs are divided by it on both sides, and vLLM raises lower ones",
-            f"a number of at least {LOWEST_TEMPERATURE}",
+            "log-probs are divided by it on both sides; vLLM raises or refuses others",
+            f"a number from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
         )
 
 

@@ -47,6 +47,7 @@ class DemoOptions:
         """Raise ConfigurationError listing every argument that cannot be used."""
         # Imported here: `--help` must not wait for torch.
         from consistent_kernels.protocol.temperature import (
+            HIGHEST_TEMPERATURE,
             LOWEST_TEMPERATURE,
             is_shared_temperature,
         )
@@ -62,8 +63,8 @@ class DemoOptions:
             violations.append(f"--max-tokens must be at least 1, got {self.max_tokens}")
         if self.temperature == 0 or not is_shared_temperature(self.temperature):
             violations.append(
-                f"--temperature must be finite and at least {LOWEST_TEMPERATURE} (vLLM samples "
-                f"lower ones at that), got {self.temperature}"
+                f"--temperature must be from {LOWEST_TEMPERATURE} (vLLM samples lower ones at "
+                f"that) to {HIGHEST_TEMPERATURE} (it refuses higher ones), got {self.temperature}"
             )
         if self.data is not None and not self.data.is_file():
             violations.append(f"--data must be an existing file, got {self.data}")

@@ -57,6 +57,8 @@ def load(path: Path) -> StockResult | None:
     try:
         record = json.loads(path.read_text())
         steps = {int(step): value for step, value in record["steps"].items()}
+        for value in steps.values():
+            value["num_tokens"], value["seconds"], value["responses"]
         return StockResult(steps, record["tokens_per_s"], record["start_seconds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -1,4 +1,4 @@
-"""What all modules of one bridged model share: contract, parameters of the ops, prepared weights."""
+"""What all modules of one bridged model share: contract, ops' parameters, prepared weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """verl's actor with our engine beside a live vLLM engine, in one process; prints JSON.
 
-python verl_session.py FAMILY FOLDER STRATEGY     (fsdp2 or megatron)
+python verl_session.py FAMILY FOLDER [STRATEGY]     (fsdp2, the default, or megatron)
 
 Two training steps through verl's own calls (`compute_log_prob`, `update_actor`, its bucketed weight
 transfer); log-probs are compared before, between and after them.
@@ -77,8 +77,9 @@ def start_actor(config: Any, actor_class: Any = None) -> Any:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     if config.actor_rollout_ref.actor.strategy == "megatron":
-        import verl_megatron_cpu  # noqa: F401  after the process group
+        import megatron_cpu
 
+        megatron_cpu.install()
     worker = (actor_class or ActorRolloutRefWorker)(config=config.actor_rollout_ref, role="actor")
     worker.init_model()
     return worker
@@ -273,7 +274,7 @@ def refusal_of(call: Any) -> str:
     return "accepted"
 
 
-def main(family: str, folder: Path) -> dict[str, Any]:
+def main(family: str, folder: Path, strategy: str = "fsdp2") -> dict[str, Any]:
     """Run the session; returns what the test asserts on."""
     from tiny_models import save_tiny_model
 
@@ -282,7 +283,7 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     model = save_tiny_model(folder / "model", family)
     write_tokenizer(model)
     start_process_group(folder)
-    worker = start_actor(compose_recipe(model))
+    worker = start_actor(compose_recipe(model, strategy=strategy))
     engine = start_engine(model)
     found: dict[str, Any] = {"engine": type(worker.actor.engine).__name__, "steps": []}
     found["no_plugin"] = refusal_of(stock_worker_start)
@@ -306,7 +307,8 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     training._valid_vocab = 1 << 30
     found["unmasked"] = compare(samples, response_rows(worker, samples))
     training._valid_vocab = TOKENIZER_LENGTH
-    found["stock"] = compare(samples, stock_rows(model, worker, samples))
+    if strategy == "fsdp2":  # verl's own Megatron engine needs Transformer Engine
+        found["stock"] = compare(samples, stock_rows(model, worker, samples))
     named = list(training.get_per_tensor_param()[0])
     found["no_receipt"] = refusal_of(lambda: send(iter(named[:-1]), engine))
     found["after_refusal"] = refusal_of(lambda: roll_out(engine, 9))
@@ -318,4 +320,6 @@ def main(family: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n" + json.dumps(main(sys.argv[1], Path(sys.argv[2])), default=str) + "\n")
+    sys.stdout.write(
+        "\n" + json.dumps(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]), default=str) + "\n"
+    )

@@ -140,6 +140,7 @@ class VllmRMSNorm(MegatronModule, nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
+        self.config = config  # Megatron-Bridge asks the module that owns a weight
         self.eps = eps
         self.weight = _norm_weight(config, hidden_size)
 

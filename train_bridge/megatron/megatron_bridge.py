@@ -1,8 +1,7 @@
 """Tells Megatron-Bridge, where it is installed, how our linears are split.
 
-Megatron-Bridge's AutoMapping finds a module's parallelism by its class name. Not run in this
-project's tests: Megatron-Bridge needs Transformer Engine. Source: megatron-bridge 0.6.2,
-`AutoMapping.register_module_type`.
+AutoMapping finds a module's parallelism by its class name. Source: megatron-bridge
+0.6.2, `AutoMapping.register_module_type`.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class VllmGroupedLinear(nn.Module):
 
     def __init__(self, experts: int, rows: int, columns: int, config: TransformerConfig) -> None:
         super().__init__()
+        self.config = config  # Megatron-Bridge asks the module that owns a weight
         self.experts = experts
         for index in range(experts):
             weight = new_weight(config, (rows, columns))

@@ -61,6 +61,7 @@ class ConsistentMegatronEngineWithLMHead(MegatronEngineWithLMHead):
         _refuse(model_config, engine_config)
         self.served = False
         super().__init__(model_config, engine_config, *args, **kwargs)
+        self._valid_vocab = len(model_config.tokenizer)
         self._banned_ids = get_vision_placeholder_token_ids(model_config.processor) or None
 
     def handover(self) -> Handover:
@@ -141,7 +142,7 @@ class ConsistentMegatronEngineWithLMHead(MegatronEngineWithLMHead):
         """Score one micro-batch; megatron-core's schedule calls this."""
         micro_batch = next(batch_iter).to(get_device_id())
         inner = unwrapped(model)
-        vocab = min(len(self.model_config.tokenizer), self._facts.vocab_size)
+        vocab = min(self._valid_vocab, self._facts.vocab_size)
         request = score_request(inner, micro_batch, vocab, self._banned_ids)
         columns = model(batch=request.batch, scoring=request.scoring)
         return request.outputs(columns), partial(postprocess_micro_batch_func, data=micro_batch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fresh_process import output_of_process
 
+from consistent_kernels import llvm
 from consistent_kernels.linear.onednn import native_bf16
 
 # In a process of its own: probes and tables are computed once, under whichever dtype comes first.
@@ -52,7 +53,7 @@ deep, deep_master = rows(70, 1536, seed=14), rows(192, 1536, seed=15)
 print_bits(*add_rms_norm(x, residual, norm, 1e-6, **ref))
 print_bits(silu_and_mul(x, up, **ref))
 print_bits(linear(x, prepare_weight(master, dtype=x.dtype, **ref), **ref))
-for impl in ("reference", "onednn") if native_bf16() else ("reference",):
+for impl in {impls}:
     for out_dtype in (None, torch.float32):
         options = {"impl": impl, "out_dtype": out_dtype}
         weight = prepare_weight(deep_master, dtype=deep.dtype, **options)
@@ -79,17 +80,26 @@ SETTINGS = {
 }
 
 
+IMPLS = ["reference"]
+IMPLS += ["onednn"] if native_bf16() else []
+IMPLS += ["llvm"] if llvm.is_available() else []
+
+
+def printed_bits(setting: str) -> str:
+    source = _SOURCE.replace("{impls}", repr(IMPLS)).replace("{setting}", setting)
+    return output_of_process(source, threads=1)
+
+
 @pytest.fixture(scope="module")
 def expected() -> str:
-    printed = output_of_process(_SOURCE.replace("{setting}", ""), threads=1)
-    assert printed.count("\n") == (19 if native_bf16() else 17)
+    printed = printed_bits("")
+    assert printed.count("\n") == 15 + 2 * len(IMPLS)
     return printed
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ops_do_not_follow_the_settings_of_the_process(expected: str, setting: str) -> None:
-    source = _SOURCE.replace("{setting}", SETTINGS[setting])
-    assert output_of_process(source, threads=1) == expected
+    assert printed_bits(SETTINGS[setting]) == expected
 
 
 @pytest.mark.skipif(native_bf16() is None, reason="this CPU multiplies fp32 in fp32 always")

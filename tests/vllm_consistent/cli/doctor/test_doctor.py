@@ -25,8 +25,9 @@ def doctor(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_doctor_finds_nothing_in_a_shipped_configuration() -> None:
-    code, text = doctor(NAME)
+@pytest.mark.parametrize("name", [NAME, "true_on_policy_grpo_megatron"])
+def test_doctor_finds_nothing_in_a_shipped_configuration(name: str) -> None:
+    code, text = doctor(name)
     assert code == exit_codes.OK
     assert "nothing found" in text
     assert "not a folder here" in text

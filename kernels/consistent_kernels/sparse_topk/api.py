@@ -38,7 +38,7 @@ def _sparse_topk(
     if impl == "cuda":
         from consistent_kernels.sparse_topk.cuda import sparse_topk_select
 
-        return sparse_topk_select(scores, starts, ends, k)
+        return sparse_topk_select(scores, starts, ends, k, tickets)
     from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
 
     return sparse_topk_fwd(scores, starts, ends, k, tickets)
@@ -96,7 +96,8 @@ def sparse_topk(
             request that it may see. Positions count from `start`, so no batch offset enters.
         k: 1 to 2048.
         impl: "reference" (any device), "triton" (CUDA) or "cuda" (SM90 and later, by NVRTC).
-        tickets: from `sparse_topk_tickets`, at least R rows; "triton" only.
+        tickets: from `sparse_topk_tickets`, at least R rows; for "triton", and for the rows that
+            "cuda" leaves to it.
 
     Returns:
         [R, k] int32 positions inside the request.

@@ -20,6 +20,7 @@ from consistent_kernels.sparse_topk.spec import (
     MANY_ROWS,
     VECTORS,
 )
+from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
 
 
 class Shape(NamedTuple):
@@ -35,17 +36,20 @@ class Shape(NamedTuple):
     """Blocks that a multiprocessor must hold at once: fewer registers for each."""
 
 
-def row_shape(rows: int, columns: int) -> Shape:
-    """Return the shape for rows of at most `columns` scores: few rows are cut among many blocks."""
+def row_shape(rows: int, columns: int) -> Shape | None:
+    """Return the shape for rows of at most `columns` scores; None where no shape holds them.
+
+    The fewer rows, the more blocks share one: as long as all rows are in work at once.
+    """
     threads = BLOCK_THREADS[-1]
     # A row's first vector begins at or before its start, so no row has more vectors than columns.
     needed = -(-columns // (4 * threads))
-    largest = BLOCKS[-1] if rows <= MANY_ROWS else BLOCKS[1]
-    blocks = next((count for count in BLOCKS if count >= min(needed, largest)), largest)
-    while -(-needed // blocks) > VECTORS[-1] and blocks < BLOCKS[-1]:
+    blocks = BLOCKS[0]
+    while blocks < BLOCKS[-1] and blocks < needed and 2 * blocks * rows <= MANY_ROWS:
         blocks *= 2
     each = -(-needed // blocks)
-    return Shape(blocks, next((v for v in VECTORS if v >= each), 0), threads)
+    vectors = next((count for count in VECTORS if count >= each), None)
+    return None if vectors is None else Shape(blocks, vectors, threads)
 
 
 def sparse_topk_select(
@@ -53,12 +57,14 @@ def sparse_topk_select(
     starts: torch.Tensor,
     ends: torch.Tensor,
     k: int,
+    tickets: torch.Tensor | None = None,
     shape: Shape | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel.
+    """Launch the kernel, or Triton's where rows are many and too long for it: equal bits.
 
     Args:
-        scores: [R, N] fp32; starts, ends: [R], both int32 or both int64.
+        scores: [R, N] fp32; starts, ends: [R] int32 or int64.
+        tickets: of `sparse_topk_fwd`.
         shape: None takes `row_shape`.
 
     Returns:
@@ -73,6 +79,8 @@ def sparse_topk_select(
         starts, ends = starts.long(), ends.long()
     starts, ends = starts.contiguous(), ends.contiguous()
     shape = shape or row_shape(rows, columns)
+    if shape is None:
+        return sparse_topk_fwd(scores, starts, ends, k, tickets)
     held = 4 * shape.blocks * shape.vectors * shape.threads
     if shape.vectors and held < columns:
         raise invalid("sparse_topk", "shape", f"of at least {columns} scores", held)

@@ -30,7 +30,8 @@ CHUNK = 8192
 """Triton: scores whose group maxima one program forms at a time."""
 
 MANY_ROWS = 132
-"""Triton: with more rows than this (the multiprocessors of an H200) every row is one program's."""
+"""The multiprocessors of an H200. Triton: with more rows every row is one program's. CUDA: as many
+blocks are in work at once."""
 
 PROGRAMS = 528
 """Triton: programs among which fewer rows are shared."""
@@ -55,7 +56,7 @@ VECTORS = (1, 2, 4, 8)
 _FILES = {
     "reference": ("reference.py",),
     "triton": ("triton.py",),
-    "cuda": ("cuda.py", "select.cu"),
+    "cuda": ("cuda.py", "select.cu", "triton.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)

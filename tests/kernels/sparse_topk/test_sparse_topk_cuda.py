@@ -15,7 +15,7 @@ from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.nvrtc import compile_cuda
 from consistent_kernels.sparse_topk import sparse_topk
 from consistent_kernels.sparse_topk.cuda import Shape, row_shape, sparse_topk_select
-from consistent_kernels.sparse_topk.spec import BLOCK_THREADS, BLOCKS, VECTORS
+from consistent_kernels.sparse_topk.spec import BLOCK_THREADS, BLOCKS, MANY_ROWS, VECTORS
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES
 
@@ -40,14 +40,17 @@ def test_control_nvrtc_reports_what_does_not_compile() -> None:
 
 
 def test_sparse_topk_blocks_hold_every_row() -> None:
-    for columns in (1, 4093, 4094, 32768, 131072, 163840, 1 << 20):
-        for rows in (1, 64, 256):
+    for columns in (1, 4093, 4097, 32768, 131072, 163840, 1 << 20):
+        for rows in (1, 16, 33, 64, 256):
             shape = row_shape(rows, columns)
+            if shape is None:
+                assert columns > 32768
+                continue
             assert shape.blocks in BLOCKS
             assert shape.threads in BLOCK_THREADS
-            if shape.vectors:
-                assert shape.vectors in VECTORS
-                assert shape.blocks * shape.vectors * 4 * shape.threads >= columns
+            assert shape.vectors in VECTORS
+            assert shape.blocks * shape.vectors * 4 * shape.threads >= columns
+            assert shape.blocks == 1 or rows * shape.blocks <= MANY_ROWS
 
 
 def build_for_cpu(folder: Path, threads: int, *change: str) -> ctypes.CDLL:
@@ -162,14 +165,34 @@ def test_sparse_topk_does_not_follow_its_blocks(blocks: int, vectors: int, threa
         expected = sparse_topk(scores, *bounds, k, impl="reference").cuda()
         on_device = (scores.cuda(), *(border.cuda() for border in bounds))
         for _ in range(5):
-            got = sparse_topk_select(*on_device, k, shape)
+            got = sparse_topk_select(*on_device, k, shape=shape)
             assert_bitwise_equal(got, expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 300), (5, 4096), (5, 131072), (70, 40000), (300, 30000), (300, 40000)]
+)
+def test_sparse_topk_by_nvrtc_does_not_follow_the_batch(rows: int, columns: int) -> None:
+    # One to eight blocks a row, and the rows that Triton's kernel takes.
+    scores = hazard_scores(5, columns, seed=columns).repeat(-(-rows // 5), 1)[:rows].cuda()
+    pairs = [(0, columns), (3, columns - 5), (0, 2048), (columns // 2, columns), (9, 8300)]
+    pairs = [(a, max(a, min(b, columns))) for a, b in pairs] * rows
+    starts, ends = borders(*pairs[:rows], device="cuda")
+    few = min(rows, 5)
+    expected = sparse_topk(
+        scores[:few].cpu(), starts[:few].cpu(), ends[:few].cpu(), 2048, impl="reference"
+    ).cuda()
+    got = sparse_topk(scores, starts, ends, 2048, impl="cuda")
+    for first in range(0, rows - few + 1, 5):
+        assert_bitwise_equal(got[first : first + few], expected)
 
 
 def test_sparse_topk_rejects_a_shape_that_holds_no_row() -> None:
     scores, bounds = torch.zeros(1, 5000), borders((0, 5000))
     with pytest.raises(InvalidInputError, match="shape must be of at least 5000 scores, got 4096"):
-        sparse_topk_select(scores, *bounds, 100, Shape(1, 1))
+        sparse_topk_select(scores, *bounds, 100, shape=Shape(1, 1))
 
 
 @pytest.mark.gpu

@@ -122,6 +122,7 @@ STOCK = "verl.workers.config.FSDPEngineConfig"
         (f"{ROLLOUT}.max_model_len", 100),
         ("actor_rollout_ref.actor.strategy", "fsdp"),
         ("model_engine", "veomni"),
+        ("algorithm.adv_estimator", "remax"),
         (ACTOR_TARGET, STOCK),
         (REF_TARGET, STOCK),
         (SWITCH, "0"),

@@ -37,6 +37,7 @@ def violations(view: View) -> Iterator[Violation]:
     rules = (
         _one_update,
         _temperature,
+        _greedy_baseline,
         _seed,
         _lengths,
         _engine,
@@ -79,6 +80,17 @@ def _temperature(view: View) -> Iterator[Violation]:
             value,
             "log-probs are divided by it on both sides; vLLM raises or refuses others",
             f"a number from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}",
+        )
+
+
+def _greedy_baseline(view: View) -> Iterator[Violation]:
+    key = "algorithm.adv_estimator"
+    if str(view.get(key, "")).lower() == "remax":
+        yield Violation(
+            key,
+            "remax",
+            "its greedy baseline is sampled at temperature 0, and one temperature scores a step",
+            "grpo",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -206,10 +207,25 @@ def push_weights(
         if not isinstance(answer, Mapping):
             raise StaleWeightsError(f"push_weights: worker {rank} sent no receipt but {answer!r}")
         try:
-            check_receipt(WeightReceipt.from_dict(answer), expected)
+            receipt = WeightReceipt.from_dict(answer)
+            check_receipt(receipt, _of_rows(expected, weights, receipt.rows))
         except StaleWeightsError as error:
             raise StaleWeightsError(f"push_weights: worker {rank}: {error}") from None
     return expected
+
+
+def _of_rows(
+    expected: WeightReceipt,
+    weights: Mapping[str, torch.Tensor],
+    rows: Mapping[str, tuple[int, int]],
+) -> WeightReceipt:
+    """Return what a worker must answer that holds these rows of some parameters alone."""
+    shared = {name: held for name, held in rows.items() if name in weights}
+    if not shared:
+        return expected
+    parts = [(name, weights[name][start:stop]) for name, (start, stop) in shared.items()]
+    digests = {**expected.digest.tensors, **state_digest(parts, shared).tensors}
+    return dataclasses.replace(expected, digest=WeightDigest(digests))
 
 
 def _write(weights: Mapping[str, torch.Tensor], folder: Path) -> Path:

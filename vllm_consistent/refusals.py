@@ -23,6 +23,7 @@ def violations(vllm_config: VllmConfig, device_type: str) -> list[str]:
     """Return every reason why this configuration cannot be served consistently."""
     return [
         *_parallel(vllm_config.parallel_config),
+        *_expert_parallel(vllm_config, device_type),
         *_features(vllm_config),
         *_model(vllm_config.model_config),
         *_cache(vllm_config.cache_config),
@@ -38,7 +39,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
         ("pipeline_parallel_size", "not tested yet"),
         ("decode_context_parallel_size", "it merges partial attention in another order"),
         ("prefill_context_parallel_size", "it merges partial attention in another order"),
-        ("data_parallel_size", "start one engine per replica instead"),
     ):
         size = getattr(parallel, field, 1)
         if size > 1:
@@ -47,6 +47,29 @@ def _parallel(parallel: Any) -> Iterator[str]:
         yield "enable_eplb moves experts between ranks and copies them; turn it off"
     if parallel.enable_dbo or parallel.ubatch_size > 0:
         yield "dual-batch overlap (enable_dbo, ubatch_size) is not supported; turn it off"
+
+
+def _expert_parallel(config: VllmConfig, device_type: str) -> Iterator[str]:
+    parallel, model = config.parallel_config, config.model_config
+    size = parallel.data_parallel_size
+    if size == 1:
+        return
+    if not (model.is_moe and parallel.enable_expert_parallel):
+        yield (
+            f"data_parallel_size={size} is supported with enable_expert_parallel and a mixture of "
+            "experts; else start one engine per replica"
+        )
+        return
+    if parallel.expert_placement_strategy != "linear":
+        yield (
+            f"expert_placement_strategy={parallel.expert_placement_strategy!r} is not supported; "
+            "use 'linear'"
+        )
+    if device_type == "cuda" and not model.enforce_eager:
+        yield (
+            "expert parallelism reads the number of rows for each rank on the host, which no graph "
+            "holds; set enforce_eager=True"
+        )
 
 
 def _features(config: VllmConfig) -> Iterator[str]:

@@ -104,5 +104,6 @@ def build_receipt(served: ServedWeights, contract: Contract) -> dict[str, Any]:
     if served.stale:
         raise StaleWeightsError(f"no receipt: {served.stale}")
     served.verify_derived()
-    digest = state_digest(served.views().items())
-    return WeightReceipt(served.version, digest, contract.digest).to_dict()
+    rows = {name: (share.rows.start, share.rows.stop) for name, share in served.held.items()}
+    digest = state_digest(served.views().items(), rows)
+    return WeightReceipt(served.version, digest, contract.digest, rows).to_dict()

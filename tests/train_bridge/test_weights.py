@@ -22,10 +22,13 @@ IDS = torch.arange(5, 40)[None]
 class FakeEngine:
     """An engine of two workers that keeps bf16 copies, with faults to order."""
 
-    def __init__(self, contract_digest: str, *, fault: str = "", resets: bool = True) -> None:
+    def __init__(
+        self, contract_digest: str, *, fault: str = "", resets: bool = True, shares: bool = False
+    ) -> None:
         self.contract_digest = contract_digest
         self.fault = fault
         self.resets = resets
+        self.shares = shares
         self.weights: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
 
@@ -63,7 +66,23 @@ class FakeEngine:
             del served["model.norm.weight"]
         if rank == 1 and self.fault == "contract":
             contract = "0" * 64
-        return WeightReceipt(version, state_digest(served.items()), contract).to_dict()
+        rows = self._shared_rows(served, rank) if self.shares else {}
+        digest = state_digest(served.items(), rows)
+        return WeightReceipt(version, digest, contract, rows).to_dict()
+
+    def _shared_rows(
+        self, served: dict[str, torch.Tensor], rank: int
+    ) -> dict[str, tuple[int, int]]:
+        # Each worker keeps half of the experts, and says so.
+        rows = {}
+        for name in [name for name in served if ".experts." in name]:
+            half = served[name].shape[0] // 2
+            rows[name] = (rank * half, (rank + 1) * half)
+            kept = served[name][slice(*rows[name])].clone()
+            if rank == 1 and self.fault == "expert":
+                kept.view(torch.int16).flatten()[7] ^= 1
+            served[name] = kept
+        return rows
 
 
 def engine_for(model: torch.nn.Module, **options: Any) -> FakeEngine:
@@ -117,6 +136,14 @@ def test_push_rejects_a_wrong_receipt(fault: str, message: str, make_bridged: Ca
     weight_version(model).bump()
     with pytest.raises(StaleWeightsError, match=message):
         push_weights(model, engine_for(model, fault=fault))
+
+
+def test_push_checks_the_experts_of_each_rank(make_bridged: Callable) -> None:
+    model = make_bridged("qwen3_moe")
+    receipt = push_weights(model, engine_for(model, shares=True))
+    assert receipt.to_dict() == weight_receipt(model).to_dict()
+    with pytest.raises(StaleWeightsError, match=r"worker 1: .*experts\.down_proj \("):
+        push_weights(model, engine_for(model, shares=True, fault="expert"))
 
 
 def test_push_rejects_an_engine_with_running_requests(make_bridged: Callable) -> None:

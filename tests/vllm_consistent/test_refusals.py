@@ -83,7 +83,10 @@ def test_compile_cache_key_sees_the_digest(configure: Any) -> None:
         ({"block_size": 24}, "block_size=24 must be a multiple of 16"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size is not supported"),
         ({"cpu_offload_gb": 1}, "weight offloading is not supported"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+        (
+            {"data_parallel_size": 2},
+            "data_parallel_size=2 is supported with enable_expert_parallel and a mixture",
+        ),
         ({"quantization": "fp8"}, "quantization='fp8.*' is not supported; serve bfloat16 weights"),
     ],
 )
@@ -91,6 +94,20 @@ def test_rejects(configure: Any, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text) as caught:
         configure(**arguments)
     assert len(caught.value.violations) == 1, caught.value
+
+
+def test_data_parallel_needs_experts_on_consecutive_ranks(
+    configure: Any, checkpoints: Callable[[str], Path]
+) -> None:
+    experts = checkpoints("qwen3_moe")
+    parallel = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    assert contracts.attached(configure(experts, **parallel)) == contracts.attached(
+        configure(experts)
+    ), "ranks are no part of a contract"
+    with pytest.raises(ConfigurationError, match="data_parallel_size=2 is supported with enable_"):
+        configure(experts, data_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="use 'linear'"):
+        configure(experts, expert_placement_strategy="round_robin", **parallel)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_consistent.weights.names import checkpoint_parts, hf_views
+from vllm_consistent.weights.names import (
+    HeldExperts,
+    checkpoint_parts,
+    expected_shapes,
+    hf_views,
+)
 
 LEAVES = ("gate", "up")
 
@@ -15,7 +20,7 @@ def test_checkpoint_parts_are_views_that_cover_the_stacks() -> None:
         "model.layers.0.mlp.experts.down_proj": torch.arange(12.0).view(2, 3, 2),
         "model.layers.0.mlp.gate.weight": torch.zeros(2, 3),
     }
-    parts = checkpoint_parts(views)
+    parts = checkpoint_parts(views, {})
     assert list(parts) == list(views)[:2]
     gate_up = parts["model.layers.0.mlp.experts.gate_up_proj"]
     assert set(gate_up) == {
@@ -35,7 +40,7 @@ def test_checkpoint_parts_are_views_that_cover_the_stacks() -> None:
 def test_scales_of_experts_have_the_names_of_published_ones() -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj_scale_inv"
     scales = torch.arange(12.0).view(2, 2, 3)
-    parts = checkpoint_parts({name: scales})[name]
+    parts = checkpoint_parts({name: scales}, {})[name]
     gate, up = (f"model.layers.0.mlp.experts.1.{side}_proj.weight_scale_inv" for side in LEAVES)
     assert torch.equal(parts[gate], scales[1, :1])
     assert torch.equal(parts[up], scales[1, 1:])
@@ -53,3 +58,17 @@ def test_scales_of_fused_weights_split_by_blocks() -> None:
     assert views["attn.q_proj.weight"].shape == (256, 128)
     assert views["attn.q_proj.weight_scale_inv"].flatten().tolist() == [0, 1]
     assert views["attn.v_proj.weight_scale_inv"].flatten().tolist() == [3]
+
+
+def test_a_share_of_the_experts_keeps_its_names_and_takes_all() -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    views = {name: torch.zeros(2, 3, 2), "norm.weight": torch.zeros(3)}
+    held = {name: HeldExperts(slice(2, 4), 5)}
+    parts = checkpoint_parts(views, held)[name]
+    assert list(parts) == [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in (2, 3)]
+    shapes = expected_shapes(views, held)
+    assert shapes[name] == (5, 3, 2)
+    assert shapes["norm.weight"] == (3,)
+    single = {shape for key, shape in shapes.items() if key not in views}
+    assert single == {(3, 2)}
+    assert len(shapes) == 2 + 5

@@ -11,8 +11,11 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from consistent_kernels.contract import Contract
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.fp8_experts import Fp8ExpertWeight, fp8_experts
-from consistent_kernels.fp8_experts.spec import BLOCK_K
+from consistent_kernels.expert_parallel import over_ranks
+from consistent_kernels.experts import combine
+from consistent_kernels.fp8_experts import Fp8ExpertWeight, fp8_expert_outputs, fp8_experts
+from consistent_kernels.fp8_experts.spec import BLOCK_K, experts_of
+from vllm_consistent.layers.expert_parallel import ExpertRanks
 from vllm_consistent.layers.fp8 import scale_format_of
 
 
@@ -70,16 +73,30 @@ class ConsistentFp8ExpertsMethod(FusedMoEMethodBase):
         """Nothing: values and scales are read as loaded."""
 
     def run(
-        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        ranks: ExpertRanks | None,
     ) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        return fp8_experts(
-            x,
+        """[T, H] -> [T, H]; through the experts of all `ranks`, where they share them."""
+        stacked = (
             Fp8ExpertWeight(layer.w13_weight, layer.w13_weight_scale_inv),
             Fp8ExpertWeight(layer.w2_weight, layer.w2_weight_scale_inv),
-            ids,
-            weights,
-            scale_format=self.scale_format,
-            limit=layer.swiglu_limit,
-            impl=self.impl,
         )
+        options = {
+            "scale_format": self.scale_format,
+            "limit": layer.swiglu_limit,
+            "impl": self.impl,
+        }
+        if ranks is None:
+            return fp8_experts(x, *stacked, ids, weights, **options)
+
+        def outputs(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+            # Rows travel in bf16: quantized here or at their token's rank, they are the same.
+            return fp8_expert_outputs(rows, *stacked, local, **options)
+
+        exchange, placement = ranks
+        y = over_ranks(x, ids, outputs, exchange=exchange, placement=placement)
+        return combine(y, ids, weights, impl=experts_of(self.impl))

@@ -15,10 +15,12 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.utils import set_weight_attrs
 
 from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.expert_parallel import expert_parallel_experts
 from consistent_kernels.experts import experts, prepare_expert_weight
 from consistent_kernels.router import router
 from vllm_consistent.contracts import current_contract
 from vllm_consistent.layers.derived import Derived
+from vllm_consistent.layers.expert_parallel import ExpertRanks, expert_ranks, held_experts
 from vllm_consistent.layers.fp8 import our_methods, scale_format_of
 from vllm_consistent.layers.fp8_experts import ConsistentFp8ExpertsMethod
 from vllm_consistent.layers.router import ConsistentGateMethod, router_parameters
@@ -74,21 +76,22 @@ class ConsistentExpertsMethod(FusedMoEMethodBase):
             derived.rebuild(weight, fresh)
 
     def run(
-        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        ranks: ExpertRanks | None,
     ) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
+        """[T, H] -> [T, H]; through the experts of all `ranks`, where they share them."""
         w13, w2 = self.prepared
+        given = (x, w13.of(layer.w13_weight), w2.of(layer.w2_weight), ids, weights)
         # A router chooses no expert twice, so any layout will do.
-        return experts(
-            x,
-            w13.of(layer.w13_weight),
-            w2.of(layer.w2_weight),
-            ids,
-            weights,
-            limit=layer.swiglu_limit,
-            layout="fastest",
-            impl=self.impl,
-        )
+        options = {"limit": layer.swiglu_limit, "layout": "fastest", "impl": self.impl}
+        if ranks is None:
+            return experts(*given, **options)
+        exchange, placement = ranks
+        return expert_parallel_experts(*given, exchange=exchange, placement=placement, **options)
 
 
 class ConsistentRoutedExperts(RoutedExperts):
@@ -109,6 +112,11 @@ class ConsistentRoutedExperts(RoutedExperts):
             return ConsistentFp8ExpertsMethod(moe_config, contract)
         return ConsistentExpertsMethod(moe_config, contract.implementation("experts"))
 
+    @property
+    def held(self) -> slice:
+        """The experts whose weights are here, of `global_num_experts`."""
+        return held_experts(self)
+
 
 class ConsistentMoERunner(MoERunner):
     """Gate with fp32 logits, router, experts; summed in fp32 in slot order, one rounding."""
@@ -121,6 +129,7 @@ class ConsistentMoERunner(MoERunner):
         self.router_impl = contract.implementation("router")
         self.router_parameters = router_parameters(layer, contract)
         self.gate.quant_method = ConsistentGateMethod(self.gate)
+        self.ranks = expert_ranks(layer)
 
     def forward(
         self,
@@ -132,7 +141,7 @@ class ConsistentMoERunner(MoERunner):
         logits, _ = self.gate(hidden_states)
         ids, weights = router(logits, parameters=self.router_parameters, impl=self.router_impl)
         layer = self.routed_experts
-        return layer.quant_method.run(layer, hidden_states, ids, weights)
+        return layer.quant_method.run(layer, hidden_states, ids, weights, self.ranks)
 
 
 def _refuse_unserved(runner: MoERunner) -> None:
@@ -151,7 +160,6 @@ def _refuse_unserved(runner: MoERunner) -> None:
         "bias": (config.has_bias, False),
         "correction bias": (layer.e_score_correction_bias is not None, False),
         "weight on input": (layer.apply_router_weight_on_input, False),
-        "local experts": (layer.local_num_experts, layer.global_num_experts),
         "custom routing": (layer.custom_routing_function is not None, False),
     }
     wrong = [f"{name}={value!r}" for name, (value, expected) in got.items() if value != expected]

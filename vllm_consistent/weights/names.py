@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,11 +43,39 @@ def hf_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(sorted(views.items()))
 
 
-def checkpoint_parts(views: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+@dataclasses.dataclass(frozen=True)
+class HeldExperts:
+    """Which rows of a stacked parameter are here.
+
+    Attributes:
+        rows: experts [start, stop).
+        total: experts of the whole parameter.
+    """
+
+    rows: slice
+    total: int
+
+
+def held_experts(model: torch.nn.Module) -> dict[str, HeldExperts]:
+    """Return {Hugging Face name: rows} of the stacked parameters that ranks share."""
+    held = {}
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if leaf != "routed_experts" or module.held == slice(0, module.global_num_experts):
+            continue
+        for local, _ in module.named_parameters(recurse=False):
+            held[f"{parent}.{EXPERTS[local]}"] = HeldExperts(module.held, module.global_num_experts)
+    return held
+
+
+def checkpoint_parts(
+    views: dict[str, torch.Tensor], held: Mapping[str, HeldExperts]
+) -> dict[str, dict[str, torch.Tensor]]:
     """Return {stacked name: {name of one expert's matrix in a published checkpoint: its view}}.
 
     Args:
         views: of `hf_views`; transformers stacks experts, files hold them one by one.
+        held: of `held_experts`.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, stacked in views.items():
@@ -56,12 +85,34 @@ def checkpoint_parts(views: dict[str, torch.Tensor]) -> dict[str, dict[str, torc
         matrix_name = parameter.removesuffix(SCALE_SUFFIX)
         suffix = parameter.removeprefix(matrix_name)
         leaves = FUSED.get(matrix_name, (matrix_name,))
+        first = held[name].rows.start if name in held else 0
         parts[name] = {
             f"{module}.{expert}.{leaf}.weight{suffix}": rows
-            for expert, matrix in enumerate(stacked)
+            for expert, matrix in enumerate(stacked, start=first)
             for leaf, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True)
         }
     return parts
+
+
+def expected_shapes(
+    views: dict[str, torch.Tensor], held: Mapping[str, HeldExperts]
+) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of every tensor that an update may hold: stacks and single experts.
+
+    Args:
+        views: of `hf_views`; held: of `held_experts`. Experts of other ranks are named too.
+    """
+    shapes = {name: tuple(view.shape) for name, view in views.items()}
+    for name, share in held.items():
+        shapes[name] = (share.total, *shapes[name][1:])
+    # One expert stands for all: the names of the others come from the number of experts.
+    whole = {
+        name: torch.empty((1, *shape[1:]), device="meta", dtype=torch.bfloat16).expand(shape)
+        for name, shape in shapes.items()
+    }
+    for parts in checkpoint_parts(whole, {}).values():
+        shapes |= {name: tuple(part.shape) for name, part in parts.items()}
+    return shapes
 
 
 def _split(

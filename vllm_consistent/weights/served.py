@@ -15,7 +15,13 @@ from consistent_kernels.errors import (
     InvalidInputError,
     StaleWeightsError,
 )
-from vllm_consistent.weights.names import checkpoint_parts, hf_views
+from vllm_consistent.weights.names import (
+    HeldExperts,
+    checkpoint_parts,
+    expected_shapes,
+    held_experts,
+    hf_views,
+)
 from vllm_consistent.weights.pages import PageVersions
 from vllm_consistent.weights.quantized import FP8, as_served, is_quantized
 
@@ -29,6 +35,7 @@ class ServedWeights:
     Attributes:
         version: the trainer's counter, 0 for the checkpoint that the engine was started with.
         stale: why the weights may not be served now, or None.
+        held: rows of the parameters that ranks share, by Hugging Face name.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class ServedWeights:
     ) -> None:
         self.version = 0
         self.stale: str | None = None
+        self.held: dict[str, HeldExperts] = held_experts(model)
         self._model = model
         self._tied = tied
         self._contract = contract
@@ -73,8 +81,9 @@ class ServedWeights:
 
         Args:
             weights: (name, tensor) pairs of any float dtype; rounded to the model dtype. Experts
-                come stacked, as transformers names them, or one by one, as checkpoints do. FP8
-                weights come with their scales, or as masters (see `quantized.as_served`).
+                come stacked, as transformers names them, or one by one, as checkpoints do; all of
+                them, also where this rank holds a share (it takes its own). FP8 weights come with
+                their scales, or as masters (see `quantized.as_served`).
             version: the trainer's counter; the old one plus 1 by default.
             finish: False when more buckets of the same update follow.
 
@@ -88,12 +97,12 @@ class ServedWeights:
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise InvalidInputError(f"weight update: version must be an integer, got {version!r}")
         views = self._all_views()
-        pairs = self._checked(dict(weights), views)
+        pairs = self._own(self._checked(dict(weights)), views)
         pairs = as_served(pairs, views, self._contract)
         self.stale = "a weight update is under way; finish it first"
         with torch.no_grad():
-            # vLLM's loader knows stacked experts, but not their scales.
-            direct = {name for name in pairs if is_quantized(name, views[name])}
+            # vLLM's loader knows stacked experts, but neither their scales nor a part of a stack.
+            direct = {n for n in pairs if is_quantized(n, views[n]) or n in self.held}
             for name in direct:
                 views[name].copy_(pairs[name])
             rest = [(name, tensor) for name, tensor in pairs.items() if name not in direct]
@@ -113,7 +122,9 @@ class ServedWeights:
         if loaded is not None:
             views = self.views()
             stacked = {
-                name for name, parts in checkpoint_parts(views).items() if parts.keys() <= loaded
+                name
+                for name, parts in checkpoint_parts(views, self.held).items()
+                if parts.keys() <= loaded
             }
             missing = sorted(views.keys() - loaded - stacked)
             if missing:
@@ -164,13 +175,22 @@ class ServedWeights:
 
     def _all_views(self) -> dict[str, torch.Tensor]:
         views = self.views()
-        for parts in checkpoint_parts(views).values():
+        for parts in checkpoint_parts(views, self.held).values():
             views |= parts
         return views
 
-    def _checked(
+    def _own(
         self, pairs: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        """Return what this rank holds of `pairs`: its rows of a stack, its experts."""
+        return {
+            name: tensor[self.held[name].rows] if name in self.held else tensor
+            for name, tensor in pairs.items()
+            if name in views
+        }
+
+    def _checked(self, pairs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        expected = expected_shapes(self.views(), self.held)
         checked = dict(pairs)
         if not all(isinstance(tensor, torch.Tensor) for tensor in checked.values()):
             raise InvalidInputError(
@@ -192,16 +212,16 @@ class ServedWeights:
                 raise InvalidInputError(
                     f"weight update: {TIED_HEAD} must equal {TIED_TO}, to which the model ties it"
                 )
-        unknown = sorted(checked.keys() - views.keys())
+        unknown = sorted(checked.keys() - expected.keys())
         if unknown:
             raise InvalidInputError(
                 f"weight update: unknown tensor(s) {', '.join(unknown[:8])}; names are those of "
                 "the Hugging Face checkpoint"
             )
         shapes = [
-            f"{name} must be {tuple(views[name].shape)}, got {tuple(tensor.shape)}"
+            f"{name} must be {expected[name]}, got {tuple(tensor.shape)}"
             for name, tensor in checked.items()
-            if tensor.shape != views[name].shape
+            if tuple(tensor.shape) != expected[name]
         ]
         if shapes:
             raise InvalidInputError(f"weight update: {'; '.join(shapes[:8])}")

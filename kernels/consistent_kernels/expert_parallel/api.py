@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from consistent_kernels.errors import invalid
 from consistent_kernels.expert_parallel.placement import ExpertPlacement
 from consistent_kernels.expert_parallel.rows import Exchange, Travelled, dispatch, give_back
 from consistent_kernels.experts import combine, expert_outputs
+
+
+def over_ranks(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    exchange: Exchange,
+    placement: ExpertPlacement,
+) -> torch.Tensor:
+    """Compute each slot of each token at the rank of its expert; all ranks call it together.
+
+    Args:
+        x: [T, H], this rank's tokens; T may differ between ranks and be 0.
+        topk_ids: [T, K], global ids.
+        outputs: gives [R, 1, H] for rows [R, H] and ids [R, 1] of this rank's experts, from 0.
+        exchange: moves the rows.
+        placement: who holds which experts.
+
+    Returns:
+        [T, K, H]; slots that went nowhere hold zeros.
+
+    Raises:
+        InvalidInputError: shapes or ids. ConsistencyError: the exchange lost a row.
+    """
+    arrived = dispatch(x, topk_ids, exchange, placement)
+    first = placement.first(exchange.rank)
+    y = outputs(arrived.values, (arrived.experts - first)[:, None].contiguous())
+    return give_back(Travelled(y[:, 0], arrived.fields), exchange, topk_ids)
 
 
 def expert_parallel_outputs(
@@ -47,10 +78,11 @@ def expert_parallel_outputs(
             f"of {mine.stop - mine.start} experts ({mine.start} to {mine.stop - 1})",
             w13.shape[0],
         )
-    arrived = dispatch(x, topk_ids, exchange, placement)
-    local = (arrived.experts - mine.start)[:, None].contiguous()
-    y = expert_outputs(arrived.values, w13, w2, local, limit=limit, layout=layout, impl=impl)
-    return give_back(Travelled(y[:, 0], arrived.fields), exchange, topk_ids)
+
+    def outputs(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        return expert_outputs(rows, w13, w2, local, limit=limit, layout=layout, impl=impl)
+
+    return over_ranks(x, topk_ids, outputs, exchange=exchange, placement=placement)
 
 
 def expert_parallel_experts(

@@ -171,10 +171,14 @@ class WeightDigest:
         return WeightDigest.from_dict, (self.to_dict(),)
 
 
-def state_digest(named: Iterable[tuple[str, torch.Tensor]]) -> WeightDigest:
+def state_digest(
+    named: Iterable[tuple[str, torch.Tensor]],
+    rows: Mapping[str, tuple[int, int]] | None = None,
+) -> WeightDigest:
     """Digest named parameters, with one wait for the device for all of them.
 
     Args:
+        rows: names of which the tensor holds the rows [start, stop) of the parameter alone.
         named: (Hugging Face name, whole tensor) pairs. Slices of a fused tensor go in under the
             names of the parameters they hold; a name given twice is an error. Of a name that ends
             in "_scale_inv" (scales of FP8 weights) all 32 bits count.
@@ -187,7 +191,8 @@ def state_digest(named: Iterable[tuple[str, torch.Tensor]]) -> WeightDigest:
         if not tensor.is_floating_point():
             raise invalid("state_digest", name, "floating point", tensor.dtype)
         exact = name.endswith(SCALE_SUFFIX)
-        sums[name], elements[name] = _sums(tensor, 0, 0, exact), tensor.numel()
+        start = rows[name][0] if rows and name in rows else 0
+        sums[name], elements[name] = _sums(tensor, start, 0, exact), tensor.numel()
     digests = {}
     for device in {part.device for part in sums.values()}:
         names = [name for name, part in sums.items() if part.device == device]
@@ -205,11 +210,14 @@ class WeightReceipt:
         version: the trainer's counter of optimizer steps at which these weights were taken.
         digest: of every parameter.
         contract_digest: digest of the contract under which they are served.
+        rows: parameters of which this side holds the rows [start, stop) alone, and `digest` covers
+            no others: the experts of one rank of several.
     """
 
     version: int
     digest: WeightDigest
     contract_digest: str
+    rows: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -230,6 +238,7 @@ class WeightReceipt:
             "parameters": self.parameters,
             "nonfinite": list(self.nonfinite),
             "digest": self.digest.to_dict(),
+            "rows": {name: list(held) for name, held in self.rows.items()},
         }
 
     @classmethod
@@ -238,7 +247,8 @@ class WeightReceipt:
         digest = WeightDigest.from_dict(data["digest"])
         if digest.total != data["total"]:
             raise invalid("WeightReceipt", "total", digest.total, data["total"], "It was altered")
-        return cls(data["version"], digest, data["contract_digest"])
+        rows = {name: (start, stop) for name, (start, stop) in data.get("rows", {}).items()}
+        return cls(data["version"], digest, data["contract_digest"], rows)
 
 
 def check_receipt(receipt: WeightReceipt, expected: WeightReceipt) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import expert_parallel_ranks as ranks
 import pytest
 import torch
+from expert_cases import Shape, masters, routing
 
 from consistent_kernels.errors import ConsistencyError, InvalidInputError, UnsupportedError
 from consistent_kernels.expert_parallel import (
@@ -18,10 +19,12 @@ from consistent_kernels.expert_parallel import (
     dispatch,
     expert_parallel_outputs,
     give_back,
+    over_ranks,
 )
 from consistent_kernels.expert_parallel.deep_ep import DeepEP
 from consistent_kernels.experts import experts_bwd, prepare_expert_weight
-from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
+from consistent_kernels.fp8_experts import fp8_expert_outputs, quantize_expert_weight
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
 
 CPU = pytest.param(("cpu", 8), id="gloo-8")
 CUDA = pytest.param(
@@ -172,6 +175,22 @@ def test_control_arrival_order_instead_of_the_slot_differs() -> None:
     assert not bitwise_equal(arrived.values, sent), "rows in the order of arrival"
     home = give_back(arrived, Reversed(), ids)
     assert_bitwise_equal(home[ids >= 0], sent, "rows by token and slot")
+
+
+def test_fp8_experts_travel_in_the_model_dtype() -> None:
+    # Rows are quantized at the expert's rank; whatever the order of arrival, each is the same.
+    x = hazard_activations((9, 256), seed=3)
+    ids, _ = routing(Shape(5, 3, 256, 128), 9, "cpu", seed=4)
+    stacked = [
+        quantize_expert_weight(master, scale_format="fp32", impl="reference")
+        for master in masters(Shape(5, 3, 256, 128), "cpu")
+    ]
+
+    def outputs(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        return fp8_expert_outputs(rows, *stacked, local, scale_format="fp32", impl="reference")
+
+    y = over_ranks(x, ids, outputs, exchange=Reversed(), placement=ExpertPlacement(5, 1))
+    assert_bitwise_equal(y[ids >= 0], outputs(x, ids)[ids >= 0])
 
 
 def test_expert_parallel_rejects_bad_inputs() -> None:

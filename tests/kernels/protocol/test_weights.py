@@ -126,6 +126,17 @@ def test_state_digest_shards_add_up() -> None:
     assert whole.differences(first) == ["w1", "w2"]
 
 
+def test_state_digest_of_rows_add_up() -> None:
+    weights = {"experts": hazard_activations((5, 6, 8), seed=1), "gate": torch.ones(5, 8)}
+    whole = state_digest(weights.items())
+    cut = weights["experts"]
+    first = state_digest([("experts", cut[:3]), ("gate", weights["gate"])], {"experts": (0, 3)})
+    second = state_digest([("experts", cut[3:])], {"experts": (3, 5)})
+    assert first + second == whole
+    unplaced = state_digest([("experts", cut[3:])])
+    assert first + unplaced != whole
+
+
 def test_state_digest_rejects_bad_inputs() -> None:
     with pytest.raises(InvalidInputError, match="unique names, got a twice"):
         state_digest([("a", torch.ones(1)), ("a", torch.ones(1))])
@@ -143,6 +154,8 @@ def receipt(version: int = 3, scale: float = 1.0, names: tuple[str, ...] = ("a",
 def test_weight_receipt_survives_transport() -> None:
     ours = receipt()
     assert WeightReceipt.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+    share = dataclasses.replace(ours, rows={"a": (0, 4)})
+    assert WeightReceipt.from_dict(json.loads(json.dumps(share.to_dict()))) == share
     assert pickle.loads(pickle.dumps(ours)) == ours
     assert ours.parameters == 32
     check_receipt(receipt(), ours)

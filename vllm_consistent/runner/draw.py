@@ -7,7 +7,11 @@ A row's draw depends on that row and its number alone, so a seed gives the same 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from consistent_kernels import llvm
 
 _TILE = 1024
 
@@ -26,22 +30,61 @@ def draw_tokens(
         [T] int64, in [0, V) also for a row of NaN: its log-prob is NaN, and the next step's
         embedding must exist.
     """
-    rows, vocab = logits.shape
-    safe = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    weights = (logits / safe).sub_(logits.amax(-1, keepdim=True) / safe).exp_()
-    short = -vocab % _TILE
-    if short:
-        weights = torch.nn.functional.pad(weights, (0, short))
-    tiles = weights.view(rows, -1, _TILE)
-    mass = tiles.sum(-1, dtype=torch.float32).double().cumsum(-1)
+    vocab = logits.shape[1]
+    safe = torch.where(temperature > 0, temperature, 1.0)
+    mass, inside_of = _masses(logits, safe)
+    mass = mass.double().cumsum(-1)
     target = uniform.unsqueeze(1) * mass[:, -1:]
     # right=True: a tile or token of no mass is never the first one above the target.
     tile = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
     before = torch.where(tile > 0, mass.gather(1, (tile - 1).clamp(min=0)), 0.0)
-    inside = tiles[torch.arange(rows, device=logits.device), tile.squeeze(1)].double().cumsum(-1)
+    inside = inside_of(tile).double().cumsum(-1)
     token = torch.searchsorted(inside, target - before, right=True)
     # Rounding may put the target at the very end of the tile: take its last token with mass.
     last = torch.searchsorted(inside, inside[:, -1:].contiguous()).clamp_(max=_TILE - 1)
     drawn = (tile * _TILE + torch.minimum(token, last)).squeeze(1)
     # A row without any mass (NaN, or every token masked) ends in the padding of the last tile.
     return drawn.clamp_(max=vocab - 1)
+
+
+def _masses(
+    logits: torch.Tensor, by: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return unnormalized probabilities: [T, tiles] of whole tiles, and those inside a tile.
+
+    Args:
+        logits: [T, V]; by: [T], above 0.
+
+    Returns:
+        (mass fp32, a function of tile [T, 1] that gives [T, 1024] fp32, 0 beyond the vocabulary).
+    """
+    rows, vocab = logits.shape
+    if logits.device.type == "cpu" and llvm.is_available():
+        return _masses_by_tile(logits, by)
+    safe = by.unsqueeze(1)
+    weights = (logits / safe).sub_(logits.amax(-1, keepdim=True) / safe).exp_()
+    short = -vocab % _TILE
+    if short:
+        weights = torch.nn.functional.pad(weights, (0, short))
+    tiles = weights.view(rows, -1, _TILE)
+    row = torch.arange(rows, device=logits.device)
+    return tiles.sum(-1, dtype=torch.float32), lambda tile: tiles[row, tile.squeeze(1)]
+
+
+def _masses_by_tile(
+    logits: torch.Tensor, by: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    # The log-prob's sums per tile: the vocabulary is read once and nothing of its size is written.
+    from consistent_kernels.token_logprobs.llvm import tile_partials
+
+    vocab = logits.shape[1]
+    m, s, _ = tile_partials(logits, by.float(), vocab).unbind(2)
+    highest = m.amax(-1, keepdim=True)
+    highest = torch.where(highest == -float("inf"), 0.0, highest)
+
+    def inside(tile: torch.Tensor) -> torch.Tensor:
+        ids = tile * _TILE + torch.arange(_TILE)
+        z = logits.gather(1, ids.clamp_max(vocab - 1)) / by.unsqueeze(1)
+        return z.sub_(highest).exp_().masked_fill_(ids >= vocab, 0.0)
+
+    return s * (m - highest).exp_(), inside

@@ -99,6 +99,45 @@ def partials_kernel(has_bans: bool, entropy: bool) -> int:
     return _Partials(has_bans, entropy).compile()
 
 
+def tile_partials(
+    logits: torch.Tensor,
+    by: torch.Tensor,
+    valid_vocab: int,
+    banned: torch.Tensor | None = None,
+    *,
+    entropy: bool = False,
+) -> torch.Tensor:
+    """Per tile of 1024 ids: m = max z, s = sum exp(z - m), w = sum exp(z - m) (z - m).
+
+    Args:
+        logits: [T, V] fp32 on a CPU; by: [T] fp32, what they are divided by.
+        valid_vocab: ids from here on are -inf; banned: bool [V] or None.
+        entropy: whether w is computed.
+
+    Returns:
+        [T, tiles, 3] fp32.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, tiles = logits.shape[0], -(-valid_vocab // VOCAB_TILE)
+    by = by.contiguous()
+    bans = None if banned is None else banned.to(torch.uint8).contiguous()
+    parts = torch.empty((rows, tiles, _RESULTS), dtype=torch.float32)
+    words = (
+        logits.data_ptr(),
+        4 * logits.stride(0),
+        by.data_ptr(),
+        0 if bans is None else bans.data_ptr(),
+        valid_vocab,
+        rows,
+        tiles,
+        parts.data_ptr(),
+    )
+    if rows:
+        run_one(partials_kernel(bans is not None, entropy), words, rows)
+    return parts
+
+
 def token_logprobs_llvm(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -114,24 +153,8 @@ def token_logprobs_llvm(
             f"a tensor on {logits.device.type}",
             ("an x86-64 CPU with AVX2 and llvmlite", "impl 'reference'"),
         )
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows, tiles = logits.shape[0], -(-valid_vocab // VOCAB_TILE)
-    by = divisor(temperature).contiguous()
-    bans = None if banned is None else banned.to(torch.uint8).contiguous()
-    parts = torch.empty((rows, tiles, _RESULTS), dtype=torch.float32)
-    words = (
-        logits.data_ptr(),
-        4 * logits.stride(0),
-        by.data_ptr(),
-        0 if bans is None else bans.data_ptr(),
-        valid_vocab,
-        rows,
-        tiles,
-        parts.data_ptr(),
-    )
-    if rows:
-        run_one(partials_kernel(bans is not None, entropy), words, rows)
+    by = divisor(temperature)
+    parts = tile_partials(logits, by, valid_vocab, banned, entropy=entropy)
     m, s, w = parts.unbind(2)
     lse, uncertainty = merge_tiles(m, s, w if entropy else None)
     chosen = chosen_logits(logits, ids, temperature, valid_vocab, banned)

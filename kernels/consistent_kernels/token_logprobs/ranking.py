@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from consistent_kernels import llvm
 from consistent_kernels.errors import invalid
 from consistent_kernels.token_logprobs.api import token_logprobs_from_logits
 from consistent_kernels.token_logprobs.arguments import (
@@ -180,4 +181,10 @@ def count_at_least(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
         return ranking_triton.count_at_least(rows, ids.contiguous())
+    if logits.device.type == "cpu" and llvm.is_available():
+        from consistent_kernels.token_logprobs import ranking_llvm
+
+        return ranking_llvm.count_at_least(
+            logits if logits.stride(1) == 1 else logits.contiguous(), ids
+        )
     return (logits >= logits.gather(-1, ids.unsqueeze(-1))).sum(-1)

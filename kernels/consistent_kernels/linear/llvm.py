@@ -161,6 +161,19 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return pairs.view(-1, width, pairs.shape[1]).transpose(1, 2).contiguous()
 
 
+def pack_transposed(weight: torch.Tensor) -> torch.Tensor:
+    """Return `pack(weight.t())` of `weight` [K, N] bf16 without transposing single numbers."""
+    inner, columns = weight.shape
+    width = panel_columns()
+    short, odd = -columns % width, inner % 2
+    if short or odd:
+        weight = torch.nn.functional.pad(weight, (0, short, 0, odd))
+    halves = weight.contiguous().view(torch.int16)
+    first = halves[0::2].to(torch.int32).bitwise_and_(0xFFFF)
+    pairs = first.bitwise_or_(halves[1::2].to(torch.int32).bitwise_left_shift_(16))
+    return pairs.view(pairs.shape[0], -1, width).transpose(0, 1).contiguous()
+
+
 def unpack(packed: torch.Tensor, columns: int, inner: int) -> torch.Tensor:
     """Return the weight [N, K] that was packed."""
     pairs = packed.transpose(1, 2).contiguous().view(-1, packed.shape[1])
@@ -291,7 +304,9 @@ def linear_bwd_llvm(
     """
     grad_x = grad_weight = None
     if needs[0]:
-        grad_x = linear_llvm(grad_y, weight.t(), None, x.dtype)
+        packed = pack_transposed(weight)
+        grad_x = linear_packed_llvm(grad_y, packed, weight.shape[1], None, x.dtype)
     if needs[1]:
-        grad_weight = linear_llvm(grad_y.t().contiguous(), x.t(), None, weight_dtype)
+        packed, rows = pack_transposed(x), grad_y.t().contiguous()
+        grad_weight = linear_packed_llvm(rows, packed, x.shape[1], None, weight_dtype)
     return grad_x, grad_weight, grad_y.sum(0, dtype=torch.float32) if needs[2] else None

@@ -103,9 +103,10 @@ def test_a_copy_is_freed_with_its_owner() -> None:
     assert number not in _STORE
 
 
-def test_only_bf16_weights_of_onednn_are_packed() -> None:
+def test_only_bf16_weights_of_programs_with_a_layout_are_packed() -> None:
     weight = weights((192, 576))
     assert pack_weight(weight, impl="onednn") is None
+    assert pack_weight(weight, impl="llvm") is None
     assert pack_weight(weight.bfloat16(), impl="reference") is None
 
 

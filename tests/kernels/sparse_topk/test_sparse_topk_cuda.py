@@ -150,12 +150,24 @@ def test_control_a_wrong_rank_on_cpu_threads_differs(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("vectors", [*VECTORS, 0])
-@pytest.mark.parametrize("threads", BLOCK_THREADS)
-def test_sparse_topk_does_not_follow_its_blocks(blocks: int, vectors: int, threads: int) -> None:
-    shape = Shape(blocks, vectors, threads, 1024 // threads)
-    columns = blocks * (vectors or 3) * 4 * threads
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 1),
+        Shape(1, 8),
+        Shape(2, 4),
+        Shape(4, 2),
+        Shape(8, 1),
+        Shape(8, 4),
+        Shape(1, 0),
+        Shape(8, 0),
+        Shape(1, 2, 512, 2),
+        Shape(2, 8, 512),
+        Shape(8, 2, 512, 2),
+    ],
+)
+def test_sparse_topk_does_not_follow_its_blocks(shape: Shape) -> None:
+    columns = shape.blocks * (shape.vectors or 3) * 4 * shape.threads
     scores = hazard_scores(5, columns, seed=columns + 1)
     scores[3] = 0.0  # ties alone: resolved by place
     scores[4] *= 1e8  # beyond the bins

@@ -92,6 +92,15 @@ def test_decode_is_batch_invariant(engine: Any) -> None:
             assert_same([sample(engine, batch)[at]], [alone[place]])
 
 
+def test_many_running_sequences_are_batch_invariant(start_engine: Callable[..., Any]) -> None:
+    # Stock vLLM returned other log-probs from 44 sequences on (vllm-project/vllm#51187).
+    engine = start_engine("llama", max_num_seqs=64)
+    prompts = [prompt(3 + i % 9, salt=i) for i in range(64)]
+    expected = sample(engine, prompts, max_tokens=4)
+    for count in (8, 43, 44, 45):
+        assert_same(sample(engine, prompts[:count], max_tokens=4), expected[:count])
+
+
 def test_greedy_and_n_are_batch_invariant(engine: Any) -> None:
     prompts = [prompt(n) for n in LENGTHS]
     greedy = sample(engine, prompts, temperature=0.0)

@@ -56,6 +56,26 @@ def test_rejects_an_empty_prompt(engine: Any) -> None:
     assert works(engine)
 
 
+@pytest.mark.parametrize("token", [-1, 1280])
+def test_rejects_an_id_outside_the_vocabulary(engine: Any, token: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"sequence 1 must be below 1280, got {token}"):
+        engine.generate_with_logprobs([[5], [5, token]], params())
+    with pytest.raises(InvalidInputError, match=f"sequence 0 must be below 1280, got {token}"):
+        engine.score([[5, token]])
+    assert works(engine)
+
+
+def test_rejects_scoring_at_a_temperature_that_vllm_raises(engine: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"or 0\.01 to 2\.0, got 0\.005"):
+        engine.score([[5, 6, 7]], temperature=0.005)
+
+
+def test_a_request_of_which_every_token_is_masked_leaves_the_engine_alive(engine: Any) -> None:
+    every = params(min_tokens=3, stop_token_ids=list(range(1280)))
+    assert len(engine.generate_with_logprobs([[5, 6, 7]], every)) == 1
+    assert works(engine)
+
+
 def test_rejects_a_prompt_longer_than_the_model(engine: Any) -> None:
     with pytest.raises(ValueError, match="maximum context length is 512 tokens"):
         engine.generate_with_logprobs([[5] * 600], params())

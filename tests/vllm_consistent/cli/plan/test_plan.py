@@ -302,6 +302,22 @@ def test_shipped_recipes_fit(name: str, gpu: str) -> None:
 
 
 @pytest.mark.verl
+def test_shipped_megatron_configuration_is_estimated() -> None:
+    pytest.importorskip("verl", reason="needs the verl extra")
+    from verl_configs import SHIPPED
+
+    path = SHIPPED["true_on_policy_grpo_megatron"]
+    code, text = run(
+        str(path), f"actor_rollout_ref.model.path={QWEN}", "--gpu-gib", "160", "--json"
+    )
+    data = json.loads(text)
+    assert code == 0, data["problems"]
+    assert data["recipe"]["megatron"]
+    named = [line["name"] for line in data["training"]["lines"]]
+    assert named[:3] == ["weights", "gradients", "masters and optimizer"]
+
+
+@pytest.mark.verl
 def test_table_and_exit_code_of_what_does_not_fit() -> None:
     pytest.importorskip("verl", reason="needs the verl extra")
     code, text = run(str(RECIPES / "qwen3_8b_grpo_fsdp"), "--gpu-gib", "24")

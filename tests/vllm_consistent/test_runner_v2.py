@@ -27,7 +27,8 @@ def head() -> torch.Tensor:
 
 
 def states() -> SimpleNamespace:
-    return SimpleNamespace(temperature=SimpleNamespace(gpu=TEMPERATURES))
+    temperature, seeds = SimpleNamespace(gpu=TEMPERATURES), SimpleNamespace(gpu=None)
+    return SimpleNamespace(temperature=temperature, seeds=seeds)
 
 
 def scorer(head: torch.Tensor, tops: list[int]) -> runner_v2.ConsistentPromptLogprobsWorker:
@@ -129,16 +130,34 @@ def test_a_request_without_prompt_logprobs_is_skipped(
     assert set(step(worker, head, hidden, tokens, spans)) == {"r1"}
 
 
-def test_sampled_tokens_score_at_their_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_sampled_tokens_score_at_their_temperature(
+    monkeypatch: pytest.MonkeyPatch, biased: bool
+) -> None:
+    """`biased`: a request has min_tokens, so vLLM draws from a restricted copy of the logits."""
     sampler = object.__new__(runner_v2.ConsistentSamplerV2)
     sampler.impl = "reference"
     sampler.sampling_states = states()
     sampler.sampling_states.max_num_logprobs = lambda mapping: 2
     sampler.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu=None))
+    sampler.use_fp64_gumbel = False
+    bias = np.array([False, biased, False, True])  # the last request is not in this step
+    sampler.logit_bias_state = SimpleNamespace(use_logit_bias=bias)
     sampled = torch.tensor([5, 6, 7])
-    monkeypatch.setattr(
-        runner_v2.ConsistentSamplerV2, "sample", lambda self, *a, **k: (sampled, None)
-    )
+    drawn: list[str] = []
+
+    def restricted(self: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        drawn.append("restricted")
+        return sampled, None
+
+    def raw(rows: torch.Tensor, *_: Any, apply_temperature: bool, **__: Any) -> torch.Tensor:
+        assert rows is logits
+        assert apply_temperature
+        drawn.append("raw")
+        return sampled
+
+    monkeypatch.setattr(runner_v2.ConsistentSamplerV2, "sample", restricted)
+    monkeypatch.setattr(runner_v2, "gumbel_sample", raw)
     monkeypatch.setattr(
         runner_v2, "get_num_sampled_and_rejected", lambda *a: (torch.ones(3), torch.zeros(3))
     )
@@ -157,6 +176,7 @@ def test_sampled_tokens_score_at_their_temperature(monkeypatch: pytest.MonkeyPat
     )
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     output = sampler(logits, batch)
+    assert drawn == ["restricted" if biased else "raw"]
     want = token_logprobs_from_logits(
         logits, sampled, temperature=TEMPERATURES[order], impl="reference"
     ).logprob

@@ -125,8 +125,9 @@ def send(named: Any, engine: Any) -> None:
             raised.append(error)
 
     handle = "ipc:///tmp/rl-colocate-zmq-0-replica-0-rank-0.sock"
-    sender = BucketedWeightSender(zmq_handle=handle, bucket_size_mb=1, use_shm=True)
-    receiver = threading.Thread(target=receive)
+    sender = BucketedWeightSender(zmq_handle=handle, bucket_size_mb=2, use_shm=True)
+    # A daemon: where sending fails, it waits for ever.
+    receiver = threading.Thread(target=receive, daemon=True)
     receiver.start()
     asyncio.run(sender.async_send_weights(named))
     receiver.join()

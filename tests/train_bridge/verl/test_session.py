@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine with our forward against a live vLLM engine; see `verl_session.py`."""
+"""verl's engines with our forward against a live vLLM engine; see `verl_session.py`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,34 @@ pytestmark = [pytest.mark.verl, pytest.mark.engine, pytest.mark.timeout(600)]
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 
+CASES = {
+    "fsdp2": ("qwen3", "ConsistentFSDPEngineWithLMHead"),
+    "megatron": ("qwen3_moe", "ConsistentMegatronEngineWithLMHead"),
+}
+"""Model and engine of each strategy."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def strategy(request: pytest.FixtureRequest) -> str:
+    """verl's backend."""
+    if request.param == "megatron":
+        pytest.importorskip("megatron.core", reason="needs megatron-core (extra: megatron)")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def session(strategy: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one session found: two training steps and three comparisons."""
     folder = tmp_path_factory.mktemp("verl")
     search = os.pathsep.join([str(SUPPORT), *(path for path in sys.path if path)])
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "verl_session.py"), "qwen3", str(folder)],
+        [
+            sys.executable,
+            str(SUPPORT / "verl_session.py"),
+            CASES[strategy][0],
+            str(folder),
+            strategy,
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
         capture_output=True,
         text=True,
@@ -34,8 +55,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_verl_engine_is_ours(session: dict[str, Any]) -> None:
-    assert session["engine"] == "ConsistentFSDPEngineWithLMHead"
+def test_verl_engine_is_ours(session: dict[str, Any], strategy: str) -> None:
+    assert session["engine"] == CASES[strategy][1]
 
 
 def test_verl_log_probs_train_equals_infer_before_and_after_updates(
@@ -83,7 +104,9 @@ def test_verl_vocabulary_beyond_the_tokenizer_is_masked(session: dict[str, Any])
     assert max(step["largest_id"] for step in session["steps"]) < 1200
 
 
-def test_control_verl_stock_engine_differs(session: dict[str, Any]) -> None:
+def test_control_verl_stock_engine_differs(session: dict[str, Any], strategy: str) -> None:
+    if strategy == "megatron":
+        pytest.skip("verl's own Megatron engine needs Transformer Engine")
     assert session["stock"]["mismatched"] > session["stock"]["tokens"] // 10
 
 

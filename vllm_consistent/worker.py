@@ -21,6 +21,7 @@ from vllm_consistent.contracts import attached
 from vllm_consistent.layers.qk_norm import fuse_qk_norm
 from vllm_consistent.layers.registry import register_layers
 from vllm_consistent.reporting import build_receipt, build_report
+from vllm_consistent.weights.checkpoint import check_checkpoint
 from vllm_consistent.weights.served import ServedWeights, read_safetensors
 
 register_layers()
@@ -93,6 +94,7 @@ class ConsistentWorkerMixin:
         fuse_qk_norm(model)
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         self.served_weights = ServedWeights(model, tied, attached(self.vllm_config))
+        check_checkpoint(self.vllm_config, self.served_weights.views())
         self._prepare_kernels(model)
 
     def execute_model(self, scheduler_output: Any) -> Any:

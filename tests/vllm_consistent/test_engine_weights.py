@@ -129,7 +129,7 @@ def test_update_in_buckets_and_from_a_file(llama: Any, tmp_path: Path) -> None:
     assert_same(sample(llama), bucketed)
 
 
-def test_rejects_missing_unknown_and_misshapen_tensors(llama: Any) -> None:
+def test_rejects_missing_unknown_and_misshapen_tensors(llama: Any, tmp_path: Path) -> None:
     good = sample(llama)
     new = named("llama", seed=1)
     with pytest.raises(InvalidInputError, match=r"unknown tensor\(s\) model\.layers\.0\.qkv"):
@@ -138,12 +138,20 @@ def test_rejects_missing_unknown_and_misshapen_tensors(llama: Any) -> None:
         InvalidInputError, match=r"model\.norm\.weight must be \(192,\), got \(3,\)"
     ):
         llama.update_weights({**new, "model.norm.weight": torch.zeros(3)})
+    with pytest.raises(InvalidInputError, match=r"must be of a float dtype, got torch\.int64"):
+        llama.update_weights({**new, "model.norm.weight": torch.ones(192, dtype=torch.int64)})
+    with pytest.raises(InvalidInputError, match="version must be an integer, got '7'"):
+        llama.update_weights(new, version="7")
     with pytest.raises(InvalidInputError, match="pass its path"):
         llama.update_weights({**new, "model.norm.weight": [1.0] * 192})
     with pytest.raises(ConfigurationError, match="pass either weights or path"):
         llama.update_weights()
     with pytest.raises(ConfigurationError, match=r"no \.safetensors file at /nowhere"):
         llama.update_weights(path="/nowhere")
+    damaged = tmp_path / "half.safetensors"
+    damaged.write_bytes(b"garbage")
+    with pytest.raises(ConfigurationError, match=r"half\.safetensors cannot be read .* write it"):
+        llama.update_weights(path=str(damaged))
     # Nothing was loaded, so the old weights still serve.
     assert_same(sample(llama), good)
     del new["model.norm.weight"]
@@ -151,10 +159,12 @@ def test_rejects_missing_unknown_and_misshapen_tensors(llama: Any) -> None:
         llama.update_weights(new)
 
 
-def test_names_nan_weights_before_they_are_served(llama: Any) -> None:
+# 3.4e38 is finite in fp32 and rounds to infinity in bf16.
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
+def test_names_nan_weights_before_they_are_served(llama: Any, value: float) -> None:
     good = sample(llama)
-    new = named("llama", seed=1)
-    new["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    new = {name: tensor.float() for name, tensor in named("llama", seed=1).items()}
+    new["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     with pytest.raises(ConsistencyError, match=r"NaN or infinity in 1 tensor.*1\.mlp\.up_proj"):
         llama.update_weights(new)
     assert_same(sample(llama), good)
@@ -167,6 +177,29 @@ def test_rejects_a_checkpoint_with_nan(start_engine: Callable[..., Any], tmp_pat
     model.save_pretrained(tmp_path)
     with pytest.raises(ConsistencyError, match=r"layers\.2\.self_attn\.k_proj\.weight"):
         start_engine("llama", model_folder=tmp_path)
+
+
+def test_rejects_a_checkpoint_that_lacks_a_weight(
+    start_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StaleWeightsError, match=r"lacks 1 of .*layers\.0\.mlp\.down_proj\.weight"):
+        start_engine("llama", model_folder=tmp_path)
+
+
+def test_a_failed_start_leaves_the_default_dtype(
+    start_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="not initialized from checkpoint"):
+        start_engine("llama", model_folder=tmp_path)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_tied_head_must_equal_the_embedding(llama: Any) -> None:

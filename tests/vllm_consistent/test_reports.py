@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from consistent_kernels import counters
 from consistent_kernels.errors import ContractMismatchError
 from vllm_consistent.integrations.engine import verify_reports
 
@@ -19,6 +20,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def engine(engines: Callable[..., Any]) -> Any:
     engine = engines("llama")
+    # Calls are counted for the whole process, those of other tests' engines and programs too.
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    worker.calls_before = counters.snapshot()
     engine.score([[5, 6, 7]])
     return engine
 

@@ -22,6 +22,7 @@ from vllm_consistent.layers.qk_norm import fuse_qk_norm
 from vllm_consistent.layers.registry import register_layers
 from vllm_consistent.reporting import build_receipt, build_report
 from vllm_consistent.weights.checkpoint import check_checkpoint
+from vllm_consistent.weights.names import hf_views
 from vllm_consistent.weights.served import ServedWeights, read_safetensors
 
 register_layers()
@@ -93,8 +94,9 @@ class ConsistentWorkerMixin:
         model = self.model_runner.get_model()
         fuse_qk_norm(model)
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
+        # First: what a missing weight's memory holds may be NaN, which would be named instead.
+        check_checkpoint(self.vllm_config, hf_views(model))
         self.served_weights = ServedWeights(model, tied, attached(self.vllm_config))
-        check_checkpoint(self.vllm_config, self.served_weights.views())
         self._prepare_kernels(model)
 
     def execute_model(self, scheduler_output: Any) -> Any:

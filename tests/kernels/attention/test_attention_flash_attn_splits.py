@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from interpreted import output_interpreted
 
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -61,15 +58,7 @@ print("every split found")
 
 def test_decode_splits_interpreted() -> None:
     """The sequences of a decode step, against their definition."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "every split found" in done.stdout
+    assert "every split found" in output_interpreted(SCRIPT, timeout=120)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_cases import CASES, Batch, borders, fill_pages, make_batch
+from interpreted import output_interpreted
 
 from consistent_kernels.attention import attention_paged
 from consistent_kernels.attention.spec import (
@@ -124,18 +122,7 @@ print("same")
 def test_attention_interpreted_matches_reference() -> None:
     # Triton's interpreter runs the kernels in NumPy (fp16: it takes bf16 for integers): addresses,
     # masks, splits and merges, not the bits of a GPU.
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
+    assert output_interpreted(INTERPRETED).strip() == "same"
 
 
 def decode_steps(batch: Batch) -> Iterator[list[tuple[int, int, int]]]:

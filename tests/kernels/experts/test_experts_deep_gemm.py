@@ -7,14 +7,11 @@ several.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from expert_cases import SHAPES, prepared, routing, tokens
 from implementations import HAS_DEEP_GEMM
+from interpreted import output_interpreted
 
 from consistent_kernels import deep_gemm_start as start
 from consistent_kernels.errors import NumericsError, UnsupportedError
@@ -99,19 +96,7 @@ print("done")
 
 
 def test_experts_between_aligned_places_equal_rows_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
+    assert output_interpreted(_INTERPRETED) == "done\n"
 
 
 @pytest.mark.parametrize("experts", [1, 8, 128])

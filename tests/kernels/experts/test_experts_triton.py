@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from interpreted import output_interpreted
 
 from consistent_kernels.experts.spec import (
     BASE_TILE,
@@ -64,18 +61,7 @@ print("same")
 def test_experts_interpreted_matches_reference() -> None:
     # Triton's interpreter runs the kernels in NumPy (fp16: it takes bf16 for integers): addresses,
     # masks, layouts and slots, not a GPU's bits.
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
+    assert output_interpreted(INTERPRETED).strip() == "same"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -5,14 +5,11 @@ On a CPU the Triton kernels around the library run interpreted, with a stand-in 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from fp8_expert_places import EXPERTS, HIDDEN, SLOTS, WIDTH, operands
 from implementations import HAS_DEEP_GEMM
+from interpreted import output_interpreted
 
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.fp8_experts.deep_gemm import LAYOUTS, fp8_expert_outputs_deep_gemm
@@ -112,19 +109,7 @@ print("done")
 
 
 def test_experts_between_aligned_places_equal_rows_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
+    assert output_interpreted(_INTERPRETED) == "done\n"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

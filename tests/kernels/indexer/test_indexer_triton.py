@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from indexer_cases import make_batch
+from interpreted import output_interpreted
 
 from consistent_kernels.indexer import indexer_scores_paged
 from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
@@ -68,18 +65,7 @@ print("same")
 
 def test_indexer_scores_interpreted_match_reference() -> None:
     # Addresses, masks, pages and tiles; not the bits of a GPU's product.
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
+    assert output_interpreted(INTERPRETED).strip() == "same"
 
 
 @pytest.mark.gpu

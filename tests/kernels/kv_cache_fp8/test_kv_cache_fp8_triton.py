@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import output_interpreted
 from kv_cases import POISON, hazard_rows, poisoned_cache
 
 from consistent_kernels.kv_cache_fp8 import LAYOUTS, KVLayout, gather_kv_fp8, write_kv_fp8
@@ -115,18 +112,7 @@ print("same")
 
 
 def test_kv_cache_fp8_interpreted_equals_reference() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
+    assert output_interpreted(INTERPRETED).strip() == "same"
 
 
 @pytest.mark.gpu

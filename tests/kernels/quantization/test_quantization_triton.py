@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from interpreted import output_interpreted
 
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -69,16 +66,4 @@ print("done")
 
 
 def test_quantize_interpreted_equals_reference() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
+    assert output_interpreted(_INTERPRETED) == "done\n"

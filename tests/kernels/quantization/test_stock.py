@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import output_interpreted
 
 from consistent_kernels.quantization import quantize_rows, quantize_weight
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
@@ -100,19 +98,9 @@ print("done")
 
 def test_weight_scales_equal_verl_triton_with_exact_divisions() -> None:
     verl_module()
-    done = subprocess.run(
-        [sys.executable, "-c", _VERL_TRITON.format(folder=str(Path(__file__).parent))],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+    assert output_interpreted(_VERL_TRITON.format(folder=str(Path(__file__).parent))).endswith(
+        "done\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("done\n")
 
 
 @pytest.mark.gpu

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from interpreted import output_interpreted
 from router_cases import MODELS
 
 from consistent_kernels.router.spec import NUM_WARPS
@@ -39,18 +36,7 @@ print("same")
 
 def test_router_interpreted_matches_reference() -> None:
     # Triton's interpreter runs the kernel in NumPy: addresses, masks and choices, not a GPU's bits.
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
+    assert output_interpreted(INTERPRETED).strip() == "same"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

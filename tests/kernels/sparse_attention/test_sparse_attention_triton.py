@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from interpreted import output_interpreted
 
 from consistent_kernels.sparse_attention.spec import (
     BACKWARD_TILE,
@@ -108,13 +105,4 @@ print("equal")
 
 
 def test_sparse_attention_interpreted_matches_reference() -> None:
-    search = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "equal"
+    assert output_interpreted(INTERPRETED).strip() == "equal"

@@ -5,12 +5,9 @@ On a GPU: long rows, a captured graph, and vLLM's kernel on scores without ties.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import output_interpreted
 from topk_cases import borders, hazard_scores
 
 from consistent_kernels.sparse_topk import sparse_topk, sparse_topk_tickets
@@ -77,18 +74,7 @@ print("same")
 
 def test_sparse_topk_interpreted_equals_reference() -> None:
     # Integers only, so the interpreter's answer is the GPU's but for the order of the programs.
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
+    assert output_interpreted(INTERPRETED).strip() == "same"
 
 
 @pytest.mark.gpu

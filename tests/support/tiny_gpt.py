@@ -7,9 +7,29 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import Qwen3MoeConfig
 
 from consistent_kernels.model_facts import model_facts
 from train_bridge.megatron import config, get_gpt_block_vllm_spec
+
+
+def all_moe_config(*, renormalize: bool = True) -> Qwen3MoeConfig:
+    """Qwen3-30B-A3B's shape in small: every layer with experts."""
+    return Qwen3MoeConfig(
+        vocab_size=1280,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=renormalize,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
 
 
 def named(stock: torch.nn.Module) -> torch.nn.Module:

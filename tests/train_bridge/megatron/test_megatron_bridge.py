@@ -17,8 +17,8 @@ pytest.importorskip(
 )
 
 from megatron_cpu import cuda_on_cpu
-from tiny_gpt import named
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_gpt import all_moe_config, named
+from transformers import Qwen3MoeForCausalLM
 
 from consistent_kernels.testing import assert_bitwise_equal
 from train_bridge import bridge_model, token_logprobs, weight_version
@@ -29,21 +29,7 @@ pytestmark = pytest.mark.megatron
 
 def moe_model() -> torch.nn.Module:
     """Every layer with experts: Megatron-Bridge maps no dense layer of Qwen3-MoE."""
-    config = Qwen3MoeConfig(
-        vocab_size=1280,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
+    config = all_moe_config()
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(config).bfloat16()
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core (extra: megatron)")
 
-from tiny_gpt import gpt_model, named
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_gpt import all_moe_config, gpt_model, named
+from transformers import Qwen3MoeForCausalLM
 
 from consistent_kernels.errors import InvalidInputError, StaleWeightsError
 from consistent_kernels.testing import assert_bitwise_equal
@@ -60,21 +60,7 @@ def test_experts_one_by_one_equal_stacked(make_gpt: Callable, make_stock: Callab
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_every_layer_with_experts_and_either_weighting(renormalize: bool) -> None:
     """Qwen3-30B-A3B's shape in small: no dense layer, so that one layer spec serves."""
-    config = Qwen3MoeConfig(
-        vocab_size=1280,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=renormalize,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
+    config = all_moe_config(renormalize=renormalize)
     torch.manual_seed(0)
     stock = named(Qwen3MoeForCausalLM(config).bfloat16())
     with torch.no_grad():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from consistent_kernels import deep_gemm_start
+from consistent_kernels.attention.spec import DEFAULT_KEY_SPLIT
 from vllm_consistent.contracts import attached
 from vllm_consistent.layers.gemm_shapes import gemm_shapes
 from vllm_consistent.worker import ConsistentWorkerMixin
@@ -23,6 +25,14 @@ class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
         if level == 2:
             self.served_weights.mark_stale("sleep level 2 discarded the weights; load them again")
         super().sleep(level)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM; full graphs are captured for short and for long contexts."""
+        if self.use_v2_model_runner:
+            from vllm_consistent.runner.graphs import adopt_graphs
+
+            adopt_graphs(self.model_runner, DEFAULT_KEY_SPLIT)
+        return super().compile_or_warm_up_model()
 
     def _adopt_runner(self) -> None:
         if self.use_v2_model_runner:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from consistent_kernels.errors import ConsistencyError
 from consistent_kernels.testing import assert_bitwise_equal
-from train_bridge import bridge_model, push_weights
+from train_bridge import bridge_model, push_weights, token_logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,3 +104,46 @@ def test_sleep_and_wake_change_no_bit(checkpoint: Path) -> None:
     push_weights(other, engine.llm)
     assert not torch.equal(sample()[1], logprobs)
     engine.close()
+
+
+def test_graphs_of_both_lengths_score_alike(tmp_path: Path) -> None:
+    """Decode across the border of a key split: short graphs before it, long ones behind."""
+    from vllm import SamplingParams
+
+    from vllm_consistent.integrations.engine import ConsistentEngine
+
+    model = tiny_model("qwen3")
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(tmp_path)
+    engine = ConsistentEngine(
+        str(tmp_path),
+        skip_tokenizer_init=True,
+        max_model_len=8192,
+        gpu_memory_utilization=0.3,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
+    )
+    manager = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    manager = manager.cudagraph_manager
+    replayed = []
+    short, long = manager.short_graphs, manager.graphs
+    assert short and set(short) == set(long)
+    run = type(manager).run_fullgraph
+
+    def noted(desc: Any) -> Any:
+        replayed.append(max(b.longest for b in manager.builders) <= manager.key_split)
+        return run(manager, desc)
+
+    manager.run_fullgraph = noted
+    params = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, logprobs=0, detokenize=False)
+    prompts = [[(7 * i + j) % 200 + 5 for j in range(n)] for i, n in enumerate((4086, 30, 2000))]
+    samples = engine.generate_with_logprobs(prompts, params)
+    assert {True, False} <= set(replayed), "both kinds of graphs must have run"
+    trainer = bridge_model(AutoModelForCausalLM.from_pretrained(tmp_path).float().cuda())
+    sequences = [s.prompt_ids + s.token_ids for s in samples]
+    for sample, scores in zip(samples, engine.score(sequences), strict=True):
+        start = len(sample.prompt_ids) - 1
+        assert_bitwise_equal(scores[start:], sample.logprobs)
+        ids = torch.tensor([sample.prompt_ids + sample.token_ids], device="cuda")
+        with torch.no_grad():
+            trained = token_logprobs(trainer, ids, entropy=False).log_probs[0, start + 1 :]
+        assert_bitwise_equal(trained.cpu(), sample.logprobs)

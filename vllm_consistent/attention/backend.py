@@ -60,6 +60,8 @@ class ConsistentMetadataBuilder(AttentionMetadataBuilder[ConsistentAttentionMeta
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.longest = 0
+        """Keys of the longest sequence of the step whose metadata was built last, at most."""
 
     def build(
         self,
@@ -69,6 +71,7 @@ class ConsistentMetadataBuilder(AttentionMetadataBuilder[ConsistentAttentionMeta
     ) -> ConsistentAttentionMetadata:
         """Return the metadata of one step."""
         common = common_attn_metadata
+        self.longest = common.max_seq_len
         return ConsistentAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,

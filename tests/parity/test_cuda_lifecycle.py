@@ -126,7 +126,8 @@ def test_graphs_of_both_lengths_score_alike(tmp_path: Path) -> None:
     manager = manager.cudagraph_manager
     replayed = []
     short, long = manager.short_graphs, manager.graphs
-    assert short and set(short) == set(long)
+    assert short
+    assert set(short) == set(long)
     run = type(manager).run_fullgraph
 
     def noted(desc: Any) -> Any:

@@ -73,6 +73,7 @@ def test_sleep_and_wake_change_no_bit(checkpoint: Path) -> None:
         skip_tokenizer_init=True,
         max_model_len=512,
         gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 30,
         enable_sleep_mode=True,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 8]},
     )
@@ -120,6 +121,7 @@ def test_graphs_of_both_lengths_score_alike(tmp_path: Path) -> None:
         skip_tokenizer_init=True,
         max_model_len=8192,
         gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 30,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
     )
     manager = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -167,6 +167,8 @@ class _StepBuilder:
         residual, normed = self._bf16(width), self._bf16(width)
         queries, mixed = (self._bf16(heads * head_dim) for _ in range(2))
         out = None
+        linears = [linear for layer in self.decoder.layers for linear in _linears(layer)]
+        self.following = dict(zip(map(id, linears), linears[1:], strict=False))
         for layer in self.decoder.layers:
             self._norm(out, residual, layer.input_layernorm, normed)
             qkv = self._linear(layer.self_attn.qkv_proj, normed, "qkv")
@@ -205,7 +207,10 @@ class _StepBuilder:
             )
             self.calls.append(self.linear.widen_command(x, wide))
             x = wide
-        self.calls.append(self.linear.command(x, packed, method.addend(layer), out))
+        following = self.following.get(id(layer))
+        if following is not None:
+            following = self.packed_weight(following.quant_method.packed[0].number)
+        self.calls.append(self.linear.command(x, packed, method.addend(layer), out, following))
         self.keeps += [packed, method.addend(layer)]
         return out[:, : method.packed[0].columns]
 
@@ -315,15 +320,20 @@ def _is_linear(layer: Any) -> bool:
     return method.packed[0].inner % _WIDENED == 0
 
 
+def _linears(layer: Any) -> tuple[Any, ...]:
+    """In the order in which they run."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
 def _is_served(layer: Any) -> bool:
     from consistent_kernels.rotary.llvm import has_reference_bits
 
     if not isinstance(layer, _LAYERS):
         return False
     attention, mlp = layer.self_attn, layer.mlp
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if not all(map(_is_linear, linears)) or not all(map(_is_norm, norms)):
+    if not all(map(_is_linear, _linears(layer))) or not all(map(_is_norm, norms)):
         return False
     if type(mlp.act_fn) is not ConsistentSiluAndMul:
         return False

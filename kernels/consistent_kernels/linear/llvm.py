@@ -3,6 +3,8 @@
 A step is one product with a fused multiply-add, or the two products of VDPBF16PS where the CPU
 has it. An element's chain of steps is the same in every tile, so tiles follow rows and registers.
 The weight lies in panels: for each step, the numbers of all columns of a panel side by side.
+While a thread multiplies one panel it asks for the lines of its next one, evenly over all tiles of
+rows: a few rows take as long to multiply as their weights take to come from memory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from consistent_kernels.llvm.kernel import F32, I32, I64, Kernel, Variable, floa
 from consistent_kernels.llvm.machine import vector_bits
 
 _VECTORS = 3
+_LINE = 64  # bytes of a cache line
 _PAIR_BYTES = 4  # of two bf16
 _WIDENED = 8
 _MASK_LEADING = 0xFFFF0000
@@ -43,16 +46,24 @@ class Gemm(Kernel):
         self.multiply, self.out_fp32 = multiply, out_fp32
         self.lanes, self.tile_rows = _shape(multiply, bits)
         b, vector = self.b, floats(self.lanes)
-        words = self.words(1, 9)
+        words = self.words(1, 11)
         self.x, self.x_stride, rows, weight, panels, self.pairs, self.bias = words[:7]
-        self.out, self.out_stride = words[7:]
+        self.out, self.out_stride, next_weight, next_panel = words[7:]
         self.totals = [
             [Variable(self, vector) for _ in range(_VECTORS)] for _ in range(self.tile_rows)
         ]
         row = Variable(self, I64)
-        with self.work(panels) as self.panel:
+        # A tile asks for as many lines as it loads, so with several tiles the lines repeat.
+        tiles = b.sdiv(b.add(rows, self.i64(self.tile_rows - 1)), self.i64(self.tile_rows))
+        self.ahead_step = b.sdiv(b.add(tiles, self.i64(_LINE - 1)), tiles)
+        self.ahead = Variable(self, I64)
+        with self.work_ahead(panels) as (self.panel, following):
             panel_bytes = b.mul(self.pairs, self.i64(_PAIR_BYTES * self.lanes * _VECTORS))
             self.weight = b.add(weight, b.mul(self.panel, panel_bytes))
+            beyond = b.icmp_signed(">=", following, panels)
+            inside = self.scaled(weight, following, panel_bytes)
+            outside = self.scaled(next_weight, b.sub(following, panels), next_panel)
+            self.ahead.set(b.select(beyond, outside, inside))
             self.biases = self._biases()
             row.set(self.i64(0))
             again, done = (self.function.append_basic_block() for _ in range(2))
@@ -92,6 +103,9 @@ class Gemm(Kernel):
             columns = [
                 self.load(self.at(base, size * j), ints(self.lanes), 4) for j in range(_VECTORS)
             ]
+            for _ in range(_VECTORS):
+                self.prefetch(self.ahead.get())
+                self.ahead.set(self.b.add(self.ahead.get(), self.ahead_step))
             step = self._step_pairs if self.multiply == "dpbf16" else self._step_singles
             step(rows, columns, pair, tile)
         for r, totals in enumerate(tile):
@@ -204,15 +218,22 @@ def padded_bias(bias: torch.Tensor | None, packed: torch.Tensor) -> torch.Tensor
 
 
 def command(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    following: torch.Tensor | None = None,
 ) -> tuple[int, tuple[int, ...], int]:
     """Return (kernel, words, units) that write round(x W^T + bias) to `out`.
 
     Args:
         x: of `operand`; packed: of `pack`; bias: of `padded_bias`.
         out: [T, columns of all panels] bf16 or fp32; rows may be strided.
+        following: packed weight of the next GEMM in the list, whose first panels threads ask for
+            while they multiply their last ones. Only its address is used.
     """
     panels, pairs, _ = packed.shape
+    following = packed if following is None else following
     words = (
         x.data_ptr(),
         x.stride(0) * x.element_size(),
@@ -223,6 +244,8 @@ def command(
         bias.data_ptr(),
         out.data_ptr(),
         out.stride(0) * out.element_size(),
+        following.data_ptr(),
+        following.stride(0) * following.element_size(),
     )
     return gemm_kernel(out.dtype == torch.float32), words, panels
 

@@ -147,12 +147,42 @@ class Kernel:
         head, body, after = (self.function.append_basic_block() for _ in range(3))
         self.b.branch(head)
         self.b.position_at_end(head)
-        taken = self.b.atomic_rmw("add", self.function.args[0], self.i64(1), "monotonic")
+        taken = self._take()
         self.b.cbranch(self.b.icmp_signed("<", taken, units), body, after)
         self.b.position_at_end(body)
         yield taken
         self.b.branch(head)
         self.b.position_at_end(after)
+
+    @contextmanager
+    def work_ahead(self, units: Any) -> Iterator[tuple[Any, Any]]:
+        """As `work`; yields a unit and the one that this thread takes next (maybe none: >= units).
+
+        So a unit's data can be fetched while the one before it is worked on.
+        """
+        head, body, after = (self.function.append_basic_block() for _ in range(3))
+        held = Variable(self, I64)
+        held.set(self._take())
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        unit = held.get()
+        self.b.cbranch(self.b.icmp_signed("<", unit, units), body, after)
+        self.b.position_at_end(body)
+        following = self._take()
+        held.set(following)
+        yield unit, following
+        self.b.branch(head)
+        self.b.position_at_end(after)
+
+    def _take(self) -> Any:
+        return self.b.atomic_rmw("add", self.function.args[0], self.i64(1), "monotonic")
+
+    def prefetch(self, address: Any) -> None:
+        """Ask for the cache line of an address, which need not exist, into the second level."""
+        place = self.b.inttoptr(address, POINTER)
+        read, second_level, data = 0, 1, 1
+        flags = [ir.Constant(I32, x) for x in (read, second_level, data)]
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), place, *flags)
 
     def splat(self, value: Any, lanes: int = LANES) -> Any:
         """Return a vector of one value."""

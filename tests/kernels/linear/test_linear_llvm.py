@@ -13,6 +13,7 @@ if not llvm.is_available():
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.linear import linear, linear_packed, pack_weight, prepare_weight
 from consistent_kernels.linear import llvm as gemm
+from consistent_kernels.llvm.commands import run_one
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
 
 SHAPES = ((192, 576), (80, 200), (17, 33), (48, 2), (1, 1))
@@ -39,6 +40,17 @@ def test_packed_equals_plain(columns: int, inner: int, out_dtype: torch.dtype) -
     for rows in (1, 7, 8, 9, 37):
         y = linear_packed(x[:rows], packed, bias, out_dtype=out_dtype)
         assert_bitwise_equal(y, expected[:rows])
+
+
+def test_fetching_the_next_weight_moves_no_bit() -> None:
+    x, weight = hazard_activations((37, 576), seed=7), hazard_activations((192, 576), seed=8)
+    packed, smaller = gemm.pack(weight), gemm.pack(weight[:17, :64])
+    bias = gemm.padded_bias(None, packed)
+    expected = linear(x, weight, impl="llvm")
+    for following in (None, packed, smaller):
+        out = torch.full((37, packed.shape[0] * packed.shape[2]), float("nan")).bfloat16()
+        run_one(*gemm.command(gemm.operand(x), packed, bias, out, following))
+        assert_bitwise_equal(out[:, :192], expected)
 
 
 def test_control_pairs_in_another_order_differ() -> None:

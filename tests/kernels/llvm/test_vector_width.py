@@ -39,7 +39,8 @@ def multiplied(
     bias = torch.zeros(count * width, dtype=torch.float32)
     strides = 4 * x.stride(0), out.element_size() * out.stride(0)
     words = (x.data_ptr(), strides[0], x.shape[0], packed.data_ptr(), count, pairs)
-    run_one(kernel, (*words, bias.data_ptr(), out.data_ptr(), strides[1]), count)
+    ahead = packed.data_ptr(), 0
+    run_one(kernel, (*words, bias.data_ptr(), out.data_ptr(), strides[1], *ahead), count)
     return out[:, : weight.shape[0]]
 
 

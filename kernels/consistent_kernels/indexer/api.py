@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.indexer.layout import new_scores
 from consistent_kernels.indexer.reference import indexer_scores_ref, row_scores_ref
 from consistent_kernels.indexer.spec import HEAD_DIM, IMPLEMENTATIONS
 from consistent_kernels.kv_cache_fp8 import INDEXER, gather_indexer_k
@@ -73,7 +74,7 @@ def _scores_paged(
         if len(q) and int(context_lens.max()) > bound:
             given = int(context_lens.max())
             raise invalid("indexer_scores_paged", "context_lens", f"at most {bound}", given)
-        scores = torch.full((len(q), columns), float("-inf"), device=q.device, dtype=torch.float32)
+        scores = new_scores(q, columns, paged=True).fill_(float("-inf"))
         for row, length in enumerate(context_lens.tolist()):
             place = torch.arange(length, device=q.device)[None]
             k, k_scale = gather_indexer_k(
@@ -92,7 +93,7 @@ _LIBRARY.impl("indexer_scores_paged", _scores_paged, "CompositeExplicitAutograd"
 
 @torch.library.register_fake("consistent_kernels::indexer_scores", lib=_LIBRARY)
 def _(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, *_: object) -> torch.Tensor:
-    return q.new_empty((q.shape[0], k.shape[0]), dtype=torch.float32)
+    return new_scores(q, k.shape[0], paged=False)
 
 
 @torch.library.register_fake("consistent_kernels::indexer_scores_paged", lib=_LIBRARY)
@@ -107,7 +108,7 @@ def _(
     columns: int,
     impl: str,
 ) -> torch.Tensor:
-    return q.new_empty((q.shape[0], columns), dtype=torch.float32)
+    return new_scores(q, columns, paged=True)
 
 
 def _check_queries(op: str, q: torch.Tensor, weights: torch.Tensor, impl: str) -> None:

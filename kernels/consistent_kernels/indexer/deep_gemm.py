@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.indexer.layout import row_stride
 from consistent_kernels.indexer.spec import HEAD_DIM
 from consistent_kernels.vendored import deep_gemm
 
@@ -117,12 +118,24 @@ def start(heads: int, device: torch.device) -> None:
     table = torch.arange(pages, dtype=torch.int32, device=device).expand(queries, pages)
     ends = torch.arange(queries, dtype=torch.int32, device=device) * 3 + 5
     whole = _packed(q, signs, k.view(fp8).view(keys, HEAD_DIM), scale, torch.zeros_like(ends), ends)
+    if whole.stride(0) != row_stride(keys, paged=False):
+        raise UnsupportedError(
+            "indexer (deep_gemm)",
+            f"rows of {keys} scores lie {whole.stride(0)} apart",
+            (f"{row_stride(keys, paged=False)}, as DeepGEMM of vLLM 0.25.1 lays them",),
+        )
     seen = torch.arange(keys, device=device)[None] < ends[:, None]
     for rows in (slice(0, queries), slice(0, 1), slice(3, 5), slice(100, 164)):
         paged = _paged(
             q[rows], signs[rows], cache.view(pages, PAGE_SIZE, 132), table[rows].contiguous(),
             ends[rows], None, keys,
         )  # fmt: skip
+        if paged.stride(0) != row_stride(keys, paged=True):
+            raise UnsupportedError(
+                "indexer (deep_gemm)",
+                f"rows of {keys} scores from pages lie {paged.stride(0)} apart",
+                (f"{row_stride(keys, paged=True)}, as DeepGEMM of vLLM 0.25.1 lays them",),
+            )
         same = paged.contiguous().view(torch.int32) == whole[rows].contiguous().view(torch.int32)
         if not bool((same | ~seen[rows]).all()):
             raise UnsupportedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.indexer.layout import new_scores
 from consistent_kernels.tree import halving_sum
 
 
@@ -43,7 +44,7 @@ def indexer_scores_ref(
     Returns:
         [T, N] fp32, -inf outside [start, end).
     """
-    scores = torch.full((len(q), len(k)), float("-inf"), device=q.device, dtype=torch.float32)
+    scores = new_scores(q, len(k), paged=False).fill_(float("-inf"))
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if end > start:
             scores[row, start:end] = row_scores_ref(

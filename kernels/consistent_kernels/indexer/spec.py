@@ -50,7 +50,7 @@ def program(impl: str) -> Program:
     Raises:
         MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is missing.
     """
-    source = source_sha256("indexer", "spec.py", *_FILES[impl], shared=_SHARED[impl])
+    source = source_sha256("indexer", "spec.py", "layout.py", *_FILES[impl], shared=_SHARED[impl])
     return Program(impl, source, _schedule(impl))
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned
+from consistent_kernels.indexer.layout import new_scores
 from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
 from consistent_kernels.triton_tree import halving_tree_columns
 
@@ -81,13 +82,11 @@ def _launch(
     requests: torch.Tensor,
     starts: torch.Tensor,
     ends: torch.Tensor,
-    columns: int,
+    out: torch.Tensor,
     page: tuple[int, int, int],
 ) -> torch.Tensor:
     tokens, heads, _ = q.shape
-    # Rows begin on 16 bytes, as the top-k reads them.
-    stride = triton.cdiv(columns, 16) * 16
-    out = torch.empty((tokens, stride), dtype=torch.float32, device=q.device)[:, :columns]
+    columns = out.shape[1]
     if tokens and columns:
         _indexer_scores_kernel[(triton.cdiv(columns, KEY_TILE * TILES), tokens)](
             aligned(q.contiguous()).view(torch.uint8),
@@ -99,7 +98,7 @@ def _launch(
             starts.to(torch.int32),
             ends.to(torch.int32),
             out,
-            stride,
+            out.stride(0),
             columns,
             table.stride(0),
             *page,
@@ -134,7 +133,7 @@ def indexer_scores_fwd(
         requests,
         starts,
         ends,
-        len(k),
+        new_scores(q, len(k), paged=False),
         (ENDLESS_PAGE, 0, 0),
     )
 
@@ -161,6 +160,6 @@ def indexer_scores_paged_fwd(
         requests,
         torch.zeros_like(context_lens),
         context_lens,
-        columns,
+        new_scores(q, columns, paged=True),
         (size, step, step // 4),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from indexer_cases import exact_scores, make_batch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.indexer import (
@@ -13,6 +14,7 @@ from consistent_kernels.indexer import (
     indexer_scores_paged,
     quantize_indexer_q,
 )
+from consistent_kernels.indexer.layout import row_stride
 from consistent_kernels.indexer.reference import row_scores_ref
 from consistent_kernels.kv_cache_fp8 import INDEXER, new_cache
 from consistent_kernels.sparse_topk import sparse_topk
@@ -158,6 +160,16 @@ def test_indexer_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
     compiled = torch.compile(select, backend=backend, fullgraph=True)
     for got, expected in zip(compiled(), select(), strict=True):
         assert_bitwise_equal(got, expected)
+
+
+def test_indexer_scores_lie_as_a_compiler_is_told(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    batch = make_batch((60, 40), HEADS, impl, device=device)
+    for run, paged in ((batch.packed, False), (batch.paged, True)):
+        scores = run()
+        assert scores.stride() == (row_stride(scores.shape[1], paged), 1)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert run().stride() == scores.stride()
 
 
 def test_quantize_indexer_q_folds_scales_in_order() -> None:

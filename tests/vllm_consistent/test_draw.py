@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from vllm_consistent.runner.draw import draw_tokens
+from consistent_kernels import llvm
+from vllm_consistent.runner.draw import draw_tokens, shared_partials
 
 
 def test_draw_follows_the_distribution() -> None:
@@ -57,3 +59,18 @@ def test_a_row_without_mass_gives_an_id_of_the_vocabulary() -> None:
     logits[1] = float("nan")
     drawn = draw_tokens(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64))
     assert bool(((drawn >= 0) & (drawn < 1100)).all())
+
+
+@pytest.mark.skipif(
+    not llvm.is_available(), reason="the sums are those of the compiled CPU kernels"
+)
+def test_draw_from_the_sums_of_the_score() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = 3 * torch.randn(20, 5000, generator=generator)
+    uniform = torch.rand(20, dtype=torch.float64, generator=generator)
+    temperature = torch.tensor([0.7, 1.0]).repeat(10)
+    expected = draw_tokens(logits, temperature, uniform)
+    shared = shared_partials(logits, temperature)
+    assert torch.equal(draw_tokens(logits, temperature, uniform, shared), expected)
+    other = shared_partials(-logits, temperature)
+    assert not torch.equal(draw_tokens(logits, temperature, uniform, other), expected), "control"

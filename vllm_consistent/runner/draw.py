@@ -17,7 +17,10 @@ _TILE = 1024
 
 
 def draw_tokens(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    partials: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample one token a row from softmax(logits / temperature).
 
@@ -25,6 +28,7 @@ def draw_tokens(
         logits: [T, V] fp32; -inf is never drawn. Not modified.
         temperature: [T]; rows at 0 are drawn at 1 and are the caller's to ignore.
         uniform: [T] fp64 in [0, 1).
+        partials: of `shared_partials` where the same logits and temperatures are scored too.
 
     Returns:
         [T] int64, in [0, V) also for a row of NaN: its log-prob is NaN, and the next step's
@@ -32,6 +36,13 @@ def draw_tokens(
     """
     vocab = logits.shape[1]
     safe = torch.where(temperature > 0, temperature, 1.0)
+    if logits.device.type == "cpu" and llvm.is_available():
+        from consistent_kernels.token_logprobs import draw_llvm
+
+        by = safe.float()
+        if partials is None:
+            partials = shared_partials(logits, by)
+        return draw_llvm.draw(logits, by, partials, uniform)
     mass, inside_of = _masses(logits, safe)
     mass = mass.double().cumsum(-1)
     target = uniform.unsqueeze(1) * mass[:, -1:]
@@ -59,8 +70,6 @@ def _masses(
         (mass fp32, a function of tile [T, 1] that gives [T, 1024] fp32, 0 beyond the vocabulary).
     """
     rows, vocab = logits.shape
-    if logits.device.type == "cpu" and llvm.is_available():
-        return _masses_by_tile(logits, by)
     safe = by.unsqueeze(1)
     weights = (logits / safe).sub_(logits.amax(-1, keepdim=True) / safe).exp_()
     short = -vocab % _TILE
@@ -71,20 +80,13 @@ def _masses(
     return tiles.sum(-1, dtype=torch.float32), lambda tile: tiles[row, tile.squeeze(1)]
 
 
-def _masses_by_tile(
-    logits: torch.Tensor, by: torch.Tensor
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    # The log-prob's sums per tile: the vocabulary is read once and nothing of its size is written.
+def shared_partials(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """The log-prob's sums per tile, for the draw and for the score: the vocabulary is read once.
+
+    Args:
+        logits: [T, V] fp32 on a CPU where "llvm" is available; temperature: [T], 0 counts as 1.
+    """
     from consistent_kernels.token_logprobs.llvm import tile_partials
+    from consistent_kernels.token_logprobs.reference import divisor
 
-    vocab = logits.shape[1]
-    m, s, _ = tile_partials(logits, by.float(), vocab).unbind(2)
-    highest = m.amax(-1, keepdim=True)
-    highest = torch.where(highest == -float("inf"), 0.0, highest)
-
-    def inside(tile: torch.Tensor) -> torch.Tensor:
-        ids = tile * _TILE + torch.arange(_TILE)
-        z = logits.gather(1, ids.clamp_max(vocab - 1)) / by.unsqueeze(1)
-        return z.sub_(highest).exp_().masked_fill_(ids >= vocab, 0.0)
-
-    return s * (m - highest).exp_(), inside
+    return tile_partials(logits, divisor(temperature.float()), logits.shape[1])

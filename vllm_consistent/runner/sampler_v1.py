@@ -10,7 +10,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from consistent_kernels.errors import UnsupportedError
-from vllm_consistent.runner.draw import draw_tokens
+from vllm_consistent.runner.draw import draw_tokens, shared_partials
 from vllm_consistent.runner.scoring import score
 
 
@@ -33,25 +33,32 @@ class ConsistentSampler(Sampler):
         """logits [T, V] fp32 -> one token a row, with log-probs where asked for."""
         if predict_bonus_token or logprobs_mode_override is not None:
             raise UnsupportedError("sampler", "speculative decoding", ["plain decoding"])
-        sampled = self._draw(logits, sampling_metadata)
+        partials = None
+        if self.impl == "llvm" and not sampling_metadata.all_greedy:
+            partials = shared_partials(logits, sampling_metadata.temperature)
+        sampled = self._draw(logits, sampling_metadata, partials)
         top = sampling_metadata.max_num_logprobs
         tensors = None
         if top is not None:
             temperature = sampling_metadata.temperature
             if temperature is None:
                 temperature = torch.ones(len(sampled), dtype=torch.float32, device=logits.device)
-            ids, logprobs, ranks = score(logits, sampled, temperature, top, self.impl)
+            ids, logprobs, ranks = score(logits, sampled, temperature, top, self.impl, partials)
             tensors = LogprobsTensors(ids.to(torch.int32), logprobs, ranks)
         return SamplerOutput(
             sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=tensors
         )
 
-    def _draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, metadata: Any, partials: torch.Tensor | None
+    ) -> torch.Tensor:
         masked = self._masked(logits, metadata)
         greedy = None if metadata.all_random else masked.argmax(-1)
         if metadata.all_greedy:
             return greedy
-        drawn = draw_tokens(masked, metadata.temperature, self._uniform(masked, metadata))
+        uniform = self._uniform(masked, metadata)
+        partials = partials if masked is logits else None
+        drawn = draw_tokens(masked, metadata.temperature, uniform, partials)
         if greedy is None:
             return drawn
         return torch.where(metadata.temperature > 0, drawn, greedy)

@@ -32,6 +32,7 @@ def score(
     temperature: torch.Tensor,
     top: int,
     impl: str,
+    partials: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs of `ids` [T] and of the `top` most likely tokens at `temperature`.
 
@@ -41,13 +42,14 @@ def score(
         temperature: [T] fp32; 0 (greedy) scores at 1.
         top: how many candidates.
         impl: implementation of token_logprobs.
+        partials: as `token_logprobs_from_logits`.
 
     Returns:
         (ids [T, 1 + top] int64, log-probs [T, 1 + top] fp32, rank [T]).
     """
     wanted = candidates(logits, ids, temperature, top)
     scored = token_logprobs_from_logits(
-        logits, wanted, temperature=temperature, entropy=False, impl=impl
+        logits, wanted, temperature=temperature, entropy=False, impl=impl, partials=partials
     )
     return wanted, scored.logprob, count_at_least(logits, ids)
 

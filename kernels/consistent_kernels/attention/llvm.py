@@ -30,8 +30,8 @@ _ACCUMULATORS = 24  # vectors that P V may keep in registers
 class Attention(Kernel):
     """The words of its command: see `command`."""
 
-    def __init__(self, head_dim: int, group: int) -> None:
-        super().__init__("attention")
+    def __init__(self, head_dim: int, group: int, bits: int | None = None) -> None:
+        super().__init__("attention", bits)
         self.width, self.group = head_dim, group
         self.parts = head_dim // LANES
         b, rows = self.b, max(UNIT_ROWS, group)

@@ -42,7 +42,7 @@ class Gemm(Kernel):
     """The words of its command, behind the counter: see `command`."""
 
     def __init__(self, multiply: str, bits: int, out_fp32: bool) -> None:
-        super().__init__("linear")
+        super().__init__("linear", bits)
         self.multiply, self.out_fp32 = multiply, out_fp32
         self.lanes, self.tile_rows = _shape(multiply, bits)
         b, vector = self.b, floats(self.lanes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from consistent_kernels.llvm.machine import compile_kernel
+from consistent_kernels.llvm.machine import compile_kernel, vector_bits
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
@@ -71,10 +71,16 @@ class Variable:
 
 
 class Kernel:
-    """Builds one function; `b` is the instruction builder."""
+    """Builds one function; `b` is the instruction builder.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        bits: of the vector registers to write for, 512 or 256; this CPU's by default. It moves no
+            bit of a result.
+    """
+
+    def __init__(self, name: str, bits: int | None = None) -> None:
         self.name = name
+        self.bits = bits or vector_bits()
         self.module = ir.Module(name)
         self.function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER]), name)
         self._entry = self.function.append_basic_block("entry")
@@ -291,23 +297,25 @@ class Kernel:
         ]
         return self.b.fadd(*parts), first[1] + second[1]
 
-    def exp(self, x: Any) -> Any:
-        """Return e^x of a vector to 2 ulp: NaN stays, -inf gives 0, large x inf."""
+    def exp(self, x: Any, *, is_inside: bool = False) -> Any:
+        """Return e^x of a vector to 2 ulp: NaN stays, -inf gives 0, large x inf.
+
+        Args:
+            is_inside: x is NaN or from -150 to 130, beyond which it is clamped; the same bits.
+        """
         b, lanes = self.b, x.type.count
-        whole = ints(lanes)
         low, high = self.fill(-150.0, lanes), self.fill(130.0, lanes)
-        inside = b.select(b.fcmp_ordered("olt", x, low), low, x)
-        inside = b.select(b.fcmp_ordered("ogt", inside, high), high, inside)
+        inside = x
+        if not is_inside:
+            inside = b.select(b.fcmp_ordered("olt", x, low), low, x)
+            inside = b.select(b.fcmp_ordered("ogt", inside, high), high, inside)
+        if self.bits == 512 and lanes == LANES:
+            y, n = self._exp_parts(inside)
+            return self._scaled_by_power(y, n)
         is_nan = b.fcmp_unordered("uno", x, x)
         inside = b.select(is_nan, self.fill(0.0, lanes), inside)
-        scaled = b.fmul(inside, self.fill(_LOG2E, lanes))
-        n = self.intrinsic(f"llvm.rint.v{lanes}f32", x.type, scaled)
-        r = self.fma(n, self.fill(-_LN2_HIGH, lanes), inside)
-        r = self.fma(n, self.fill(-_LN2_LOW, lanes), r)
-        p = self.fill(_EXP[0], lanes)
-        for coefficient in _EXP[1:]:
-            p = self.fma(p, r, self.fill(coefficient, lanes))
-        y = b.fadd(self.fma(p, b.fmul(r, r), r), self.fill(1.0, lanes))
+        y, n = self._exp_parts(inside)
+        whole = ints(lanes)
         # 2^n in two factors: the first product is exact, the second rounds denormals once.
         exponent = b.fptosi(n, whole)
         half = b.ashr(exponent, ir.Constant(whole, [1] * lanes))
@@ -316,3 +324,21 @@ class Kernel:
             shifted = b.shl(biased, ir.Constant(whole, [23] * lanes))
             y = b.fmul(y, b.bitcast(shifted, x.type))
         return b.select(is_nan, x, y)
+
+    def _exp_parts(self, inside: Any) -> tuple[Any, Any]:
+        """Return (y, n) with e^x = y 2^n."""
+        b, lanes = self.b, inside.type.count
+        scaled = b.fmul(inside, self.fill(_LOG2E, lanes))
+        n = self.intrinsic(f"llvm.rint.v{lanes}f32", inside.type, scaled)
+        r = self.fma(n, self.fill(-_LN2_HIGH, lanes), inside)
+        r = self.fma(n, self.fill(-_LN2_LOW, lanes), r)
+        p = self.fill(_EXP[0], lanes)
+        for coefficient in _EXP[1:]:
+            p = self.fma(p, r, self.fill(coefficient, lanes))
+        return b.fadd(self.fma(p, b.fmul(r, r), r), self.fill(1.0, lanes)), n
+
+    def _scaled_by_power(self, y: Any, n: Any) -> Any:
+        """Return y 2^n, rounded once, by the instruction that AVX-512 has for it; a NaN stays."""
+        every, nearest = ir.Constant(I16, -1), ir.Constant(I32, 4)  # 4: as the thread rounds
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        return self.intrinsic(name, y.type, y, n, self.fill(0.0), every, nearest)

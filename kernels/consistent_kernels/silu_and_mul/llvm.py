@@ -18,8 +18,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 class SiluAndMul(Kernel):
     """The words of its command: see `command`."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__("silu_and_mul")
+    def __init__(self, size: int, bits: int | None = None) -> None:
+        super().__init__("silu_and_mul", bits)
         self.size, b = size, self.b
         gate, gate_stride, up, up_stride, out, rows, columns = self.words(1, 7)
         buffers = [self.scratch(LANES) for _ in range(3)]

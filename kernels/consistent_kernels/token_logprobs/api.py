@@ -188,6 +188,7 @@ def token_logprobs_from_logits(
     banned: torch.Tensor | None = None,
     entropy: bool = True,
     impl: str,
+    partials: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """logprob = z[id] - logsumexp(z), z = logit / temperature; fp32.
 
@@ -202,6 +203,8 @@ def token_logprobs_from_logits(
         banned: ids [n] or a bool mask [V] that are -inf too.
         entropy: whether to compute the entropy; no other bit depends on this.
         impl: "reference" (any device), "llvm" (x86 CPUs) or "triton" (CUDA).
+        partials: what `llvm.tile_partials` gave for these logits and temperatures, so that it is
+            not computed again; impl "llvm" without masks and entropy alone takes it.
 
     Returns:
         TokenLogprobs(logprob of the shape of ids, logsumexp [T], entropy [T] or None).
@@ -222,10 +225,38 @@ def token_logprobs_from_logits(
     by = temperature_rows(op, temperature, logits.shape[0], logits.device)
     valid = valid_width(op, valid_vocab, logits.shape[1])
     mask = banned_mask(op, banned, logits.shape[1], logits.device)
+    if partials is not None:
+        return _from_partials(op, logits, ids, by, partials, (impl, valid, mask, entropy))
     result = torch.ops.consistent_kernels.token_logprobs_from_logits(
         logits, ids, by, valid, mask, entropy, impl
     )
     return _named(result, entropy)
+
+
+def _from_partials(
+    op: str,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    by: torch.Tensor,
+    partials: torch.Tensor,
+    options: tuple[str, int, torch.Tensor | None, bool],
+) -> TokenLogprobs:
+    from consistent_kernels.token_logprobs.llvm import partials_shape, token_logprobs_llvm
+
+    vocab = logits.shape[1]
+    wanted = ("llvm", vocab, None, False)
+    if options != wanted or partials.shape != partials_shape(*logits.shape):
+        raise invalid(
+            op,
+            "partials",
+            f"of shape {partials_shape(*logits.shape)} for impl 'llvm' without masks and entropy",
+            f"of shape {tuple(partials.shape)} for {options}",
+        )
+    count("token_logprobs", "llvm")
+    columns = as_columns(ids)
+    check_values("token_logprobs", columns, by, vocab)
+    logprob, lse, _ = token_logprobs_llvm(logits, columns, by, vocab, None, False, partials)
+    return TokenLogprobs(logprob.reshape(ids.shape), lse, None)
 
 
 def token_logprobs(

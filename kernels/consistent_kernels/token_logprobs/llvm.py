@@ -7,6 +7,7 @@ the same. The logarithm of a row's sum is PyTorch's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from consistent_kernels.token_logprobs.spec import SMALLEST_DELTA, VOCAB_TILE
 
 _INF = float("inf")
 _RESULTS = 3  # M, S, W
+_CHAINS = 4
+_STRIDE = VOCAB_TILE // 8
 
 
 class _Partials(Kernel):
@@ -31,38 +34,81 @@ class _Partials(Kernel):
         self.has_bans, self.entropy, b = has_bans, entropy, self.b
         logits, stride, divisors, self.banned, self.valid, rows, tiles, out = self.words(1, 8)
         self.z, self.e, self.w = (self.scratch(VOCAB_TILE) for _ in range(3))
+        one = ir.Constant(F32, 1.0)
         with self.work(rows) as row:
             self.row = self.scaled(logits, row, stride)
-            self.by = self.splat(self.load(self.scaled(divisors, row, 4), F32, 4))
+            by = self.load(self.scaled(divisors, row, 4), F32, 4)
+            self.by = self.splat(by)
             result = self.scaled(out, row, b.mul(tiles, self.i64(4 * _RESULTS)))
             with self.loop(0, tiles) as tile:
-                self._tile(tile, self.scaled(result, tile, 4 * _RESULTS))
+                begin = b.mul(tile, self.i64(VOCAB_TILE))
+                left = b.sub(self.valid, begin)
+                plain = b.and_(
+                    b.fcmp_ordered("oeq", by, one), b.icmp_signed(">=", left, self.i64(VOCAB_TILE))
+                )
+                # Dividing by 1 is exact: a whole tile is read where it stands.
+                plain = ir.Constant(plain.type, 0) if has_bans else plain
+                source, peaks = Variable(self, I64), self._peaks()
+                with b.if_else(plain) as (whole, other):
+                    with whole:
+                        source.set(self.scaled(self.row, begin, 4))
+                        self._look(peaks, lambda j: self._number(source.get(), j))
+                    with other:
+                        source.set(self.z)
+                        self._look(peaks, lambda j: self._divided(begin, left, j))
+                self._sums(source.get(), peaks, self.scaled(result, tile, 4 * _RESULTS))
 
-    def _tile(self, tile: Any, result: Any) -> None:
+    def _peaks(self) -> list[Variable]:
+        peaks = [Variable(self, floats(LANES)) for _ in range(_CHAINS)]
+        for peak in peaks:
+            peak.set(self.fill(-_INF))
+        return peaks
+
+    def _look(self, peaks: list[Variable], number: Callable[[Any], Any]) -> None:
+        """Maxima of a tile in several chains: which of equal numbers is taken is all the same."""
+        with self.loop(0, VOCAB_TILE, LANES * _CHAINS) as j:
+            for i, peak in enumerate(peaks):
+                peak.set(self.maximum(peak.get(), number(self.at(j, LANES * i))))
+
+    def _number(self, base: Any, j: Any) -> Any:
+        return self.load(self.scaled(base, j, 4), floats(LANES), 4)
+
+    def _divided(self, begin: Any, left: Any, j: Any) -> Any:
+        z = self._scaled_logits(self.b.add(begin, j), self.b.sub(left, j))
+        self.store(z, self.scaled(self.z, j, 4), 4)
+        return z
+
+    def _sums(self, source: Any, peaks: list[Variable], result: Any) -> None:
         b = self.b
-        begin = b.mul(tile, self.i64(VOCAB_TILE))
-        left = b.sub(self.valid, begin)
-        peak = Variable(self, floats(LANES))
-        peak.set(self.fill(-_INF))
-        with self.loop(0, VOCAB_TILE, LANES) as j:
-            z = self._scaled_logits(b.add(begin, j), b.sub(left, j))
-            self.store(z, self.scaled(self.z, j, 4), 4)
-            peak.set(self.maximum(peak.get(), z))
-        m = self.tree(peak.get(), self.maximum)
+        m = self.tree(functools.reduce(self.maximum, [p.get() for p in peaks]), self.maximum)
         none = b.fcmp_ordered("oeq", m, ir.Constant(F32, -_INF))
         base = self.splat(b.select(none, ir.Constant(F32, 0.0), m))
         smallest = self.fill(SMALLEST_DELTA)
-        with self.loop(0, VOCAB_TILE, LANES) as j:
-            delta = b.fsub(self.load(self.scaled(self.z, j, 4), floats(LANES), 4), base)
-            delta = b.select(b.fcmp_ordered("olt", delta, smallest), smallest, delta)
-            weight = self.exp(delta)
-            self.store(weight, self.scaled(self.e, j, 4), 4)
+        with self.loop(0, _STRIDE, LANES) as j:
+            # Vectors _STRIDE apart: the first levels of their tree stay in registers.
+            weights, surprises = [], []
+            for first in range(0, VOCAB_TILE, _STRIDE):
+                delta = b.fsub(self._number(source, self.at(j, first)), base)
+                delta = b.select(b.fcmp_ordered("olt", delta, smallest), smallest, delta)
+                weights.append(self.exp(delta, is_inside=True))
+                surprises.append(b.fmul(delta, weights[-1]) if self.entropy else None)
+            self.store(self._halved(weights), self.scaled(self.e, j, 4), 4)
             if self.entropy:
-                self.store(b.fmul(delta, weight), self.scaled(self.w, j, 4), 4)
+                self.store(self._halved(surprises), self.scaled(self.w, j, 4), 4)
         self.store(m, result, 4)
-        self.store(self._tree(self.e), self.at(result, 4), 4)
-        if self.entropy:
-            self.store(self._tree(self.w), self.at(result, 8), 4)
+        for i, numbers in enumerate((self.e, self.w) if self.entropy else (self.e,)):
+            places = range(_STRIDE // LANES)
+            vectors = [self._number(numbers, self.i64(LANES * place)) for place in places]
+            self.store(self.sum(self._halved(vectors)), self.at(result, 4 + 4 * i), 4)
+
+    def _halved(self, vectors: list[Any]) -> Any:
+        """Halving tree over vectors."""
+        while len(vectors) > 1:
+            half = len(vectors) // 2
+            vectors = [
+                self.b.fadd(*pair) for pair in zip(vectors[:half], vectors[half:], strict=True)
+            ]
+        return vectors[0]
 
     def _scaled_logits(self, column: Any, left: Any) -> Any:
         """16 of z; ids that do not exist or are banned are -inf and not read."""
@@ -82,21 +128,16 @@ class _Partials(Kernel):
             exists = b.and_(exists, b.icmp_signed("==", bans, none))
         return b.select(exists, z, self.fill(-_INF))
 
-    def _tree(self, numbers: Any) -> Any:
-        half = VOCAB_TILE // 2
-        while half >= LANES:
-            with self.loop(0, half, LANES) as j:
-                low = self.scaled(numbers, j, 4)
-                high = self.load(self.at(low, 4 * half), floats(LANES), 4)
-                self.store(self.b.fadd(self.load(low, floats(LANES), 4), high), low, 4)
-            half //= 2
-        return self.sum(self.load(numbers, floats(LANES), 4))
-
 
 @functools.cache
 def partials_kernel(has_bans: bool, entropy: bool) -> int:
     """Return the address of the kernel."""
     return _Partials(has_bans, entropy).compile()
+
+
+def partials_shape(rows: int, valid_vocab: int) -> tuple[int, int, int]:
+    """Return the shape of `tile_partials`."""
+    return rows, -(-valid_vocab // VOCAB_TILE), _RESULTS
 
 
 def tile_partials(
@@ -119,10 +160,10 @@ def tile_partials(
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    rows, tiles = logits.shape[0], -(-valid_vocab // VOCAB_TILE)
+    rows, tiles, _ = shape = partials_shape(logits.shape[0], valid_vocab)
     by = by.contiguous()
     bans = None if banned is None else banned.to(torch.uint8).contiguous()
-    parts = torch.empty((rows, tiles, _RESULTS), dtype=torch.float32)
+    parts = torch.empty(shape, dtype=torch.float32)
     words = (
         logits.data_ptr(),
         4 * logits.stride(0),
@@ -138,6 +179,37 @@ def tile_partials(
     return parts
 
 
+class _AscendingSums(Kernel):
+    """Words behind the counter: terms, out, rows, columns."""
+
+    def __init__(self) -> None:
+        super().__init__("ascending_sums")
+        terms, out, rows, columns = self.words(1, 4)
+        total = Variable(self, F32)
+        with self.work(rows) as row:
+            at = self.scaled(terms, row, self.b.mul(columns, self.i64(4)))
+            total.set(self.load(at, F32, 4))
+            with self.loop(1, columns) as column:
+                total.set(self.b.fadd(total.get(), self.load(self.scaled(at, column, 4), F32, 4)))
+            self.store(total.get(), self.scaled(out, row, 4), 4)
+
+
+@functools.cache
+def _sums_kernel() -> int:
+    return _AscendingSums().compile()
+
+
+def _ascending_sums(terms: torch.Tensor) -> torch.Tensor:
+    """[T, tiles] -> [T], added as the reference adds them."""
+    terms = terms.contiguous()
+    out = torch.empty(terms.shape[0], dtype=torch.float32)
+    words = (terms.data_ptr(), out.data_ptr(), *terms.shape)
+    if terms.shape[0]:
+        # Few numbers: not worth waking other threads.
+        run_one(_sums_kernel(), words, 1)
+    return out
+
+
 def token_logprobs_llvm(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -145,8 +217,13 @@ def token_logprobs_llvm(
     valid_vocab: int,
     banned: torch.Tensor | None,
     entropy: bool,
+    parts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As `token_logprobs_from_logits_ref`, whose arguments and results it has."""
+    """As `token_logprobs_from_logits_ref`, whose arguments and results it has.
+
+    Args:
+        parts: of `tile_partials` with the same arguments; computed where it is None.
+    """
     if logits.device.type != "cpu" or not is_available():
         raise UnsupportedError(
             "token_logprobs (llvm)",
@@ -154,8 +231,9 @@ def token_logprobs_llvm(
             ("an x86-64 CPU with AVX2 and llvmlite", "impl 'reference'"),
         )
     by = divisor(temperature)
-    parts = tile_partials(logits, by, valid_vocab, banned, entropy=entropy)
+    if parts is None:
+        parts = tile_partials(logits, by, valid_vocab, banned, entropy=entropy)
     m, s, w = parts.unbind(2)
-    lse, uncertainty = merge_tiles(m, s, w if entropy else None)
+    lse, uncertainty = merge_tiles(m, s, w if entropy else None, _ascending_sums)
     chosen = chosen_logits(logits, ids, temperature, valid_vocab, banned)
     return chosen - lse[:, None], lse, uncertainty

@@ -8,6 +8,8 @@ here on AVX2 and AVX-512; its exp2 does not).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from consistent_kernels.token_logprobs.spec import REFERENCE_ROWS, SMALLEST_DELTA, VOCAB_TILE
@@ -83,17 +85,20 @@ def _ascending_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def merge_tiles(
-    m: torch.Tensor, s: torch.Tensor, w: torch.Tensor | None
+    m: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor | None,
+    ascending_sum: Callable[[torch.Tensor], torch.Tensor] = _ascending_sum,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Merge tiles in ascending order: ([T] logsumexp, [T] entropy or None)."""
     maximum = m.amax(-1)
     delta = (m - _finite_base(maximum)[:, None]).clamp_(min=SMALLEST_DELTA)
     scale = delta.exp()
-    total = _ascending_sum(s * scale)
+    total = ascending_sum(s * scale)
     log_total = total.log()
     if w is None:
         return maximum + log_total, None
-    mean = _ascending_sum((w + delta * s) * scale) / total
+    mean = ascending_sum((w + delta * s) * scale) / total
     return maximum + log_total, log_total - mean
 
 

@@ -73,7 +73,7 @@ def test_silu_does_not_follow_the_vectors() -> None:
     gate, up = hazard_activations((9, 500), seed=3), hazard_activations((9, 500), seed=4)
     out = torch.empty_like(gate)
     _, words, units = silu_and_mul.command(gate, up, out)
-    run_one(silu_and_mul.SiluAndMul(2).compile(OLD), words, units)
+    run_one(silu_and_mul.SiluAndMul(2, 256).compile(OLD), words, units)
     assert_bitwise_equal(out, silu_and_mul.silu_and_mul_llvm(gate, up))
 
 
@@ -86,5 +86,5 @@ def test_attention_does_not_follow_the_vectors(head_dim: int) -> None:
     plan = plan_attention(borders, params=params, num_tokens=300, impl="llvm", cu_seqlens_k=borders)
     out = torch.empty_like(q)
     _, words, units = attention.command(q, k, v, plan, out, None)
-    run_one(attention.Attention(head_dim, params.group).compile(OLD), words, units)
+    run_one(attention.Attention(head_dim, params.group, 256).compile(OLD), words, units)
     assert_bitwise_equal(out, attention.attention_llvm(q, k, v, plan)[0])

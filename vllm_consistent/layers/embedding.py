@@ -47,7 +47,7 @@ class ConsistentHeadMethod(UnquantizedEmbeddingMethod):
         self.prepared.rebuild(layer.weight, self.prepare(layer))
         weight = self._weight(layer)
         if self.packed is None:
-            self.packed = pack_weight(weight, impl=self.impl)
+            self.packed = pack_weight(weight, impl=self.impl, lasting=True)
         else:
             self.packed.rebuild(weight)
 

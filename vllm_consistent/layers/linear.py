@@ -61,7 +61,7 @@ class ConsistentLinearMethod(UnquantizedLinearMethod):
             self._rebuild_addend(layer)
         parts = self._weights(layer)
         if self.packed is None:
-            packed = [pack_weight(part, impl=self.impl) for part in parts]
+            packed = [pack_weight(part, impl=self.impl, lasting=True) for part in parts]
             self.packed = [] if None in packed else packed
             return
         for each, part in zip(self.packed, parts, strict=bool(self.packed)):

@@ -27,7 +27,9 @@ class ConsistentGateMethod(ConsistentLinearMethod):
         self.prepared.rebuild(layer.weight, self.prepare(layer))
         weight = self.prepared.of(layer.weight.data)
         if self.packed is None:
-            packed = pack_weight(weight, impl=self.impl) if self.impl == "llvm" else None
+            packed = (
+                pack_weight(weight, impl=self.impl, lasting=True) if self.impl == "llvm" else None
+            )
             self.packed = [] if packed is None else [packed]
         for each in self.packed:
             each.rebuild(weight)

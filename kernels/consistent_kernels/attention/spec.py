@@ -74,7 +74,7 @@ _SCHEDULES = {
         {"key_tile": KEY_TILE, "tile_rows": TILE_ROWS, "gemm": "fp32 torch.bmm, 2 or more tiles"},
     ),
     "llvm": (
-        ("parameters.py", "plan.py", "llvm.py"),
+        ("parameters.py", "plan.py", "llvm.py", "llvm_kernel.py"),
         {
             "key_tile": KEY_TILE,
             "dot": "16 lanes ascending, then a halving tree",

@@ -5,19 +5,31 @@ A packed tensor is opaque to PyTorch's tracing, so ops receive the number under 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 
 import torch
 
 from consistent_kernels.linear import onednn
+from consistent_kernels.llvm import memory
 
 _STORE: dict[int, torch.Tensor] = {}
 _NUMBERS = itertools.count(1)
 
 
+@functools.cache
+def _arena() -> memory.Arena:
+    return memory.Arena()
+
+
 class PackedWeight:
     """A packed copy of one prepared weight; `rebuild` it whenever that changes.
+
+    Args:
+        weight: [N, K].
+        impl: the implementation that reads the copy.
+        lasting: it is read step by step and not made anew: it goes to large pages.
 
     Attributes:
         number: of the copy, the same for the life of this object.
@@ -25,9 +37,10 @@ class PackedWeight:
         impl: the implementation that reads it.
     """
 
-    def __init__(self, weight: torch.Tensor, impl: str) -> None:
+    def __init__(self, weight: torch.Tensor, impl: str, lasting: bool = False) -> None:
         self.number = next(_NUMBERS)
         self.impl = impl
+        self._lasting = lasting
         self.columns, self.inner = weight.shape
         weakref.finalize(self, _STORE.pop, self.number, None)
         self.rebuild(weight)
@@ -43,7 +56,7 @@ class PackedWeight:
                     # A list of kernel calls may hold the address.
                     _STORE[self.number].copy_(packed)
                 else:
-                    _STORE[self.number] = packed
+                    _STORE[self.number] = _arena().place(packed) if self._lasting else packed
         else:
             _STORE[self.number] = onednn.pack(weight.contiguous())
 
@@ -64,16 +77,17 @@ def packed_weight(number: int) -> torch.Tensor:
     return _STORE[number]
 
 
-def pack_weight(weight: torch.Tensor, *, impl: str) -> PackedWeight | None:
+def pack_weight(weight: torch.Tensor, *, impl: str, lasting: bool = False) -> PackedWeight | None:
     """Return a packed copy where `impl` has one and a probe found the same bits, else None.
 
     Args:
         weight: [N, K], from `prepare_weight` with the same impl.
         impl: as in `linear`; only "llvm" and "onednn" pack, and only bf16 weights (those of
             lm_head are fp32 in "onednn").
+        lasting: as in `PackedWeight`.
     """
     if impl not in ("llvm", "onednn") or weight.dtype != torch.bfloat16:
         return None
     if impl == "onednn" and not onednn.packed_rows(*weight.shape):
         return None
-    return PackedWeight(weight, impl)
+    return PackedWeight(weight, impl, lasting)

@@ -5,8 +5,8 @@ python benchmarks/verl_smollm2/plot.py METRICS.jsonl docs/verl_smollm2_h200.png
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def series(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
     return steps, values
 
 
-def main(source: Path, target: Path) -> None:
+def draw(source: Path, target: Path, title: str) -> None:
     """Write the picture."""
     import matplotlib
 
@@ -49,12 +49,12 @@ def main(source: Path, target: Path) -> None:
 
     runs = read(source)
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
-    for axis, (name, title) in zip(axes.flat, PANELS, strict=True):
+    for axis, (name, panel) in zip(axes.flat, PANELS, strict=True):
         for run, entries in runs.items():
             steps, values = series(entries, name)
             style = {"color": COLORS[run], "label": LABELS[run], "marker": ".", "clip_on": False}
             axis.plot(steps, values, **style)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(panel, fontsize=10)
         axis.set_xlabel("GRPO step", fontsize=9)
         axis.grid(alpha=0.3)
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -62,9 +62,19 @@ def main(source: Path, target: Path) -> None:
             axis.set_yscale("symlog", linthresh=1e-9)
         axis.set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=9)
-    figure.suptitle("SmolLM2-135M-Instruct, verl GRPO on sums, one H200", fontsize=11)
+    figure.suptitle(title, fontsize=11)
     figure.savefig(target, dpi=110)
 
 
+def main() -> None:
+    """Read the arguments and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of run.py")
+    parser.add_argument("picture", type=Path, help="file to write; its ending names the format")
+    parser.add_argument("--title", default="SmolLM2-135M-Instruct, verl GRPO on sums, one H200")
+    args = parser.parse_args()
+    draw(args.metrics, args.picture, args.title)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

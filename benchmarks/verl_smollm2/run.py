@@ -57,6 +57,9 @@ OURS = (
 )
 """Keys of the recipe that the stock run does not have."""
 
+PAGES = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
+"""With it vLLM measures no memory, which another program on the GPU could disturb."""
+
 STOCK = (
     "trainer.v1.trainer_mode=measure_mismatch",
     "trainer.experiment_name=smollm2_grpo_stock",
@@ -125,7 +128,7 @@ def stock_overrides(overrides: list[str]) -> list[str]:
     return [
         f"++{key}={json.dumps(value)}"
         for key, value in after.items()
-        if before.get(key, object()) != value and not key.startswith(OURS)
+        if before.get(key, object()) != value and (key == PAGES or not key.startswith(OURS))
     ]
 
 

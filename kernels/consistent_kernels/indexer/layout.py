@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import torch
 
-ROW_ALIGNMENT = 256
-"""Scores between possible row starts (1,024 bytes): DeepGEMM, csrc/apis/attention.hpp."""
+_TILE = 256
+"""Keys of a tile; packed rows have room for one more."""
+
+_PACKED_ALIGNMENT = 64
 
 
 def row_stride(columns: int, paged: bool) -> int:
-    """Return the scores from one row to the next: room for a tile beyond packed keys."""
-    room = columns if paged else columns + ROW_ALIGNMENT
-    return (room + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    """Return the scores from one row to the next, as vLLM 0.25.1's DeepGEMM allocates them.
+
+    `indexer.deep_gemm` checks it at start-up.
+    """
+    if paged:
+        return (columns + _TILE - 1) // _TILE * _TILE
+    room = columns + _TILE
+    return (room + _PACKED_ALIGNMENT - 1) // _PACKED_ALIGNMENT * _PACKED_ALIGNMENT
 
 
 def new_scores(like: torch.Tensor, columns: int, paged: bool) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -124,9 +125,6 @@ class Engine:
         Wall time is taken over as many steps without the profiler; kernels by device time (on a
         CPU: operators by CPU time).
         """
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
         core = self.llm.llm_engine
         params = self._params(PROFILE_TOKENS)
         names = [f"profile-{index}" for index in range(len(prompts))]
@@ -135,29 +133,45 @@ class Engine:
         started: set[str] = set()
         while len(started) < len(prompts):
             started |= {output.request_id for output in core.step() if output.outputs[0].token_ids}
-        on_cuda = torch.cuda.is_available()
-        wait = torch.cuda.synchronize if on_cuda else _nothing
-        wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            core.step()
-        wait()
-        wall = (time.perf_counter() - begin) / steps
-        activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
-        with profile(activities=[activity]) as record:
-            for _ in range(steps):
-                core.step()
-            wait()
+        found = _profiled(lambda _: core.step(), steps)
         while core.has_unfinished_requests():
             core.step()
-        kernels = _kernels(record, steps, on_cuda)
-        return {
-            "requests": len(prompts),
-            "steps": steps,
-            "wall_us_per_step": wall * 1e6,
-            "kernel_us_per_step": sum(kernel["us_per_step"] for kernel in kernels),
-            "kernels": kernels[:_TOP_KERNELS],
-        }
+        return {"requests": len(prompts)} | found
+
+    def profile_prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Return where the time to a first token goes; a step is one prompt, each read anew."""
+
+        def read(index: int) -> None:
+            self._forget_pages()
+            self._generate([prompts[index]], 1)
+
+        read(0)
+        return {"requests": 1} | _profiled(read, len(prompts))
+
+
+def _profiled(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_cuda else _nothing
+    wait()
+    begin = time.perf_counter()
+    for index in range(steps):
+        step(index)
+    wait()
+    wall = (time.perf_counter() - begin) / steps
+    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as record:
+        for index in range(steps):
+            step(index)
+        wait()
+    kernels = _kernels(record, steps, on_cuda)
+    return {
+        "steps": steps,
+        "wall_us_per_step": wall * 1e6,
+        "kernel_us_per_step": sum(kernel["us_per_step"] for kernel in kernels),
+        "kernels": kernels[:_TOP_KERNELS],
+    }
 
 
 def _nothing() -> None:

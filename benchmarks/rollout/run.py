@@ -201,7 +201,9 @@ def main(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="merge where the time of a decode step goes into this JSON list"),
+        typer.Option(
+            help="merge where the time of a decode step or a first token goes into this list"
+        ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=2, help="timed rounds of each work")] = 5,
     warmups: Annotated[int, typer.Option(min=0, help="rounds before them")] = 1,

@@ -23,7 +23,7 @@ from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import Process, ProcessError
 from benchmarks.rollout.samples import Comparison, Sample, compare, enough
 from benchmarks.rollout.variants import STOCK, Variant
-from benchmarks.rollout.works import PROFILE_TOKENS, Work
+from benchmarks.rollout.works import FIRST_TOKEN, PROFILE_TOKENS, Work
 from consistent_kernels.errors import ConsistencyError
 
 LEAST_LOGPROB = -3.0
@@ -249,19 +249,19 @@ class ModelSession:
             seat.samples.setdefault(work.key, []).extend(outcome["samples"])
 
     def profile(self) -> None:
-        """Profile decode steps of every work that decodes, on every engine."""
+        """Profile decode steps, or prompts where their time is measured, on every engine."""
         for work in self.works:
-            if work.new_tokens < 2:
-                continue
             prompts = work.prompts(0, self.model.prompts)
+            steps = self.options.profile_steps
+            asked: tuple[str, dict[str, Any]] = ("profile", {"prompts": prompts, "steps": steps})
+            if work.measure == FIRST_TOKEN:
+                asked = "profile_prefill", {"prompts": prompts[:steps]}
             for seat in list(self.seats):
                 with (
                     self.clock.phase(f"{work.key}, {seat.variant.name}: profile"),
                     self._left_out_if_it_breaks(seat),
                 ):
-                    found = seat.engine.call(
-                        "profile", prompts=prompts, steps=self.options.profile_steps
-                    )
+                    found = seat.engine.call(asked[0], **asked[1])
                     self.result.profiles.append(
                         {"work": work.name, "variant": seat.variant.name} | found
                     )

@@ -94,6 +94,9 @@ class Fake:
     def profile(self, fault: Any, prompts: Any, steps: int) -> dict[str, Any]:
         return {"steps": steps, "kernels": []}
 
+    def profile_prefill(self, fault: Any, prompts: Any) -> dict[str, Any]:
+        return {"steps": len(prompts), "kernels": []}
+
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:

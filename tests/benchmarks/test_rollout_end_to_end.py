@@ -17,7 +17,7 @@ from benchmarks.common.record import ROOT
 def test_tiny_rollout_benchmark_end_to_end(tmp_path: Path) -> None:
     out, profile = tmp_path / "rows.json", tmp_path / "profile.json"
     arguments = [
-        *("--tiny", "--work", "qwen3_0_6b.256", "--work", "qwen3_0_6b.1"),
+        *("--tiny", "--work", "qwen3_8b.256", "--work", "qwen3_8b.ttft2k"),
         *("--pairs", "2", "--warmups", "0", "--parity-tokens", "20", "--commit", "6" * 40),
         *("--scratch", tmp_path / "scratch", "--out", out, "--profile", profile),
     ]

@@ -18,6 +18,7 @@ from consistent_kernels.rms_norm import add_rms_norm, rms_norm
 from consistent_kernels.rotary import RopeParameters, norm_rotary, rotary
 from consistent_kernels.silu_and_mul import silu_and_mul
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
+from vllm_consistent.layers import compiled_decoder
 from vllm_consistent.layers.compiled_decoder import CompiledDecoder
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +55,7 @@ class Linear:
 
 def norm(size: int, seed: int) -> SimpleNamespace:
     weight = torch.nn.Parameter(hazard_activations((size,), seed=seed), requires_grad=False)
-    return SimpleNamespace(weight=weight, variance_epsilon=EPS)
+    return SimpleNamespace(weight=weight, _parameters={"weight": weight}, variance_epsilon=EPS)
 
 
 @dataclasses.dataclass
@@ -90,7 +91,9 @@ def build(shape: Shape, layers: int = 2) -> Any:
             qkv_proj=Linear(heads * width, shape.hidden, seed, shape.has_bias),
             o_proj=Linear(shape.hidden, params.num_heads * width, seed + 10, shape.has_bias),
             rotary_emb=SimpleNamespace(rope=rope),
-            attn=SimpleNamespace(kv_cache=cache, impl=SimpleNamespace(params=params)),
+            attn=SimpleNamespace(
+                kv_cache=cache, impl=SimpleNamespace(params=params), layer_name=f"layer {index}"
+            ),
         )
         if shape.has_norm:
             attention.q_norm, attention.k_norm = norm(width, seed + 3), norm(width, seed + 4)
@@ -166,11 +169,18 @@ def batch(lengths: list[int], counts: list[int]) -> tuple[torch.Tensor, Any]:
         block_table=table,
         slot_mapping=torch.tensor(slots),
         num_actual_tokens=len(slots),
+        max_query_len=max(counts),
     )
     return torch.tensor(positions), meta
 
 
-STEPS = (([5, 17, 33], [5, 17, 33]), ([6, 18, 34], [1, 1, 1]), ([7, 19, 40], [1, 1, 6]))
+STEPS = (
+    ([5, 17, 33], [5, 17, 33]),
+    ([6, 18, 34], [1, 1, 1]),
+    ([7, 19, 35], [1, 1, 1]),
+    ([8, 20, 40], [1, 1, 5]),
+    ([9, 21, 41], [1, 1, 1]),
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -184,6 +194,31 @@ def test_list_equals_the_ops_one_by_one(shape: Shape) -> None:
         assert_bitwise_equal(decoder.run(hidden, positions, meta), expected, f"step {step}")
         for a, b in zip(ours.layers, theirs.layers, strict=True):
             assert_bitwise_equal(a.self_attn.attn.kv_cache, b.self_attn.attn.kv_cache)
+
+
+def test_decode_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES["smollm2"]
+    decoder, model = CompiledDecoder(build(shape)), build(shape)
+    for step, (lengths, counts) in enumerate((([3, 17], [3, 17]), ([4, 18], [1, 1]))):
+        positions, meta = batch(lengths, counts)
+        hidden = hazard_activations((len(positions), shape.hidden), seed=step)
+        assert_bitwise_equal(
+            decoder.run(hidden, positions, meta), one_by_one(model, hidden, positions, meta)
+        )
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr(compiled_decoder, "plan_attention", refuse)
+    for step in range(15):
+        positions, meta = batch([5 + step, 19 + step], [1, 1])
+        hidden = hazard_activations((2, shape.hidden), seed=10 + step)
+        assert_bitwise_equal(
+            decoder.run(hidden, positions, meta), one_by_one(model, hidden, positions, meta)
+        )
+    positions, meta = batch([20, 35], [1, 2])
+    with pytest.raises(AssertionError, match="planned again"):
+        decoder.run(hazard_activations((3, shape.hidden), seed=30), positions, meta)
 
 
 def test_a_kept_list_serves_other_values_of_the_same_shape() -> None:

@@ -44,6 +44,7 @@ class _Step:
     slots: torch.Tensor
     out: torch.Tensor
     keeps: list[torch.Tensor]
+    is_decode: bool = False
 
 
 class CompiledDecoder:
@@ -56,20 +57,50 @@ class CompiledDecoder:
         self.params = first.attn.impl.params
         self.rope = first.rotary_emb.rope
         self.steps: collections.OrderedDict[Any, _Step] = collections.OrderedDict()
+        # Looked up once: attributes of modules are slow, and each step wants a hundred.
+        self._attentions = [layer.self_attn.attn for layer in self.layers]
+        self._names = [attention.layer_name for attention in self._attentions]
+        self._weighted = [model.norm, *(layer.input_layernorm for layer in self.layers)]
 
     def metadata(self, rows: int) -> Any | None:
         """Return the metadata that all layers share, or None where the layers must run alone."""
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             return None
-        shared = [metadata.get(layer.self_attn.attn.layer_name) for layer in self.layers]
-        one = shared[0]
-        same = one is not None and all(each is one for each in shared)
+        one = metadata.get(self._names[0])
+        same = one is not None and all(metadata.get(name) is one for name in self._names)
         return one if same and one.num_actual_tokens == rows else None
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, meta: Any) -> torch.Tensor:
         """hidden [T, H] bf16 (embedded tokens), positions [T] -> [T, H] behind the last norm."""
-        first_cache = self.layers[0].self_attn.attn.kv_cache
+        rows, addresses = hidden.shape[0], self._addresses()
+        step = self._decode_step(rows, meta, addresses) or self._planned_step(
+            hidden, meta, addresses
+        )
+        step.hidden.copy_(hidden)
+        step.positions.copy_(positions)
+        step.slots.copy_(meta.slot_mapping[:rows])
+        self._count()
+        step.commands.run()
+        return step.out.clone()
+
+    def _decode_step(self, rows: int, meta: Any, addresses: tuple[int, ...]) -> _Step | None:
+        """Return the kept list of a batch of one query a sequence; such a batch needs no plan.
+
+        Units of work and starts are the same for all of them; lengths and pages are copied.
+        """
+        if meta.max_query_len != 1 or meta.seq_lens.shape[0] != rows:
+            return None
+        key = (rows, rows, tuple(meta.block_table.shape), addresses)
+        step = self.steps.get(key)
+        if step is None or not step.is_decode or int(meta.seq_lens.min()) < 1:
+            return None
+        self.steps.move_to_end(key)
+        step.plan.batch.lengths.copy_(meta.seq_lens)
+        step.plan.batch.table.copy_(meta.block_table)
+        return step
+
+    def _planned_step(self, hidden: torch.Tensor, meta: Any, addresses: tuple[int, ...]) -> _Step:
         plan = plan_attention(
             meta.query_start_loc,
             params=self.params,
@@ -77,10 +108,10 @@ class CompiledDecoder:
             impl="llvm",
             seq_lens=meta.seq_lens,
             block_table=meta.block_table,
-            k_cache=first_cache.select(1, 0),
+            k_cache=self._attentions[0].kv_cache.select(1, 0),
         )
         batch = plan.batch
-        key = (hidden.shape[0], batch.items.shape[0], tuple(batch.table.shape), self._addresses())
+        key = (hidden.shape[0], batch.items.shape[0], tuple(batch.table.shape), addresses)
         step = self.steps.get(key)
         if step is None:
             step = self._build(hidden, plan)
@@ -92,19 +123,17 @@ class CompiledDecoder:
             mine = step.plan.batch
             for name in ("items", "starts", "lengths", "table"):
                 getattr(mine, name).copy_(getattr(batch, name))
-        step.hidden.copy_(hidden)
-        step.positions.copy_(positions)
-        step.slots.copy_(meta.slot_mapping[: hidden.shape[0]])
-        self._count()
-        step.commands.run()
-        return step.out.clone()
+        # As many queries as rows, all of them used, one a unit: what `_decode_step` relies on.
+        count = batch.items.shape[0]
+        one_each = count == hidden.shape[0] == batch.lengths.shape[0]
+        step.is_decode = one_each and bool((batch.items[:, 2] == 1).all())
+        return step
 
     def _addresses(self) -> tuple[int, ...]:
         # Pages and norms may move (a reload, a new cache); packed weights are rebuilt in place.
-        tensors = [self.model.norm.weight]
-        for layer in self.layers:
-            tensors += [layer.self_attn.attn.kv_cache, layer.input_layernorm.weight]
-        return tuple(tensor.data_ptr() for tensor in tensors)
+        pages = [attention.kv_cache.data_ptr() for attention in self._attentions]
+        norms = [norm._parameters["weight"].data_ptr() for norm in self._weighted]
+        return (*pages, *norms)
 
     def _count(self) -> None:
         layers = len(self.layers)

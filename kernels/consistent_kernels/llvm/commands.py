@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,7 @@ class Commands:
         self._entries = (ctypes.c_int64 * max(1, len(flat)))(*flat)
         self._largest = max((units for _, _, units in calls), default=0)
         team = gomp_parallel() or 0
+        self._has_team = bool(team)
         if not team:
             self._largest = 1
         self._run, walk, give_way = _runner()
@@ -115,12 +117,33 @@ class Commands:
         self._list = (ctypes.c_int64 * 7)(0, at, len(calls), give_way, walk, 1, team)
         self._at = ctypes.addressof(self._list)
 
+    def set_words(self, words: Sequence[int], units: int) -> None:
+        """Replace what the first call reads."""
+        self._words[0][1:] = words
+        self._largest = units if self._has_team else 1
+
     def run(self) -> None:
         """Run all calls in order on PyTorch's threads, as many as the largest call has units."""
         self._list[5] = min(torch.get_num_threads(), self._largest)
         self._run(self._at)
 
 
+class _Kept(threading.local):
+    """A list of one call by kernel and number of words, for each thread: building one takes longer
+    than a small kernel."""
+
+    def __init__(self) -> None:
+        self.lists: dict[tuple[int, int], Commands] = {}
+
+
+_KEPT = _Kept()
+
+
 def run_one(address: int, words: Sequence[int], units: int) -> None:
     """Run one kernel."""
-    Commands([(address, words, units)]).run()
+    key = (address, len(words))
+    kept = _KEPT.lists.get(key)
+    if kept is None:
+        kept = _KEPT.lists[key] = Commands([(address, words, units)])
+    kept.set_words(words, units)
+    kept.run()

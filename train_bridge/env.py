@@ -39,12 +39,20 @@ def verl_engine_vendor() -> str | None:
     return os.environ.get(VERL_ENGINE_VENDOR) or None
 
 
-def vllm_plugins() -> list[str] | None:
-    """Return the plugins that VLLM_PLUGINS names, or None where it is unset: all are loaded."""
-    value = os.environ.get("VLLM_PLUGINS")
-    return None if value is None else [name.strip() for name in value.split(",")]
+VLLM_PLUGINS = "VLLM_PLUGINS"
+"""vLLM's variable: names of the plugins to load; unset, all are."""
 
 
-def batch_invariant_requested() -> bool:
-    """Return whether vLLM's own VLLM_BATCH_INVARIANT mode is asked for."""
-    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+def vllm_plugins() -> str | None:
+    """Return what VLLM_PLUGINS says, or None where it is unset."""
+    return os.environ.get(VLLM_PLUGINS)
+
+
+def batch_invariant() -> str | None:
+    """Return what vLLM's VLLM_BATCH_INVARIANT says, or None where it is unset."""
+    return os.environ.get("VLLM_BATCH_INVARIANT")
+
+
+def flashinfer_sampler() -> str | None:
+    """Return what vLLM's VLLM_USE_FLASHINFER_SAMPLER says, or None where it is unset."""
+    return os.environ.get("VLLM_USE_FLASHINFER_SAMPLER")

@@ -20,7 +20,7 @@ def main(config: DictConfig) -> None:
     from train_bridge.verl.preflight import check
 
     try:
-        check(config)
+        check(config, to_run=True)
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None

@@ -28,6 +28,8 @@ def test_main_refuses_before_ray_starts(tmp_path: Path) -> None:
             "train_bridge.verl.main_ppo",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
             "actor_rollout_ref.rollout.top_p=0.9",
+            "actor_rollout_ref.model.path=/no/model",
+            "data.train_files=/no/train.parquet",
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         cwd=tmp_path,
@@ -36,9 +38,12 @@ def test_main_refuses_before_ray_starts(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "2 reason(s)" in done.stderr
+    assert "5 reason(s)" in done.stderr
     assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2" in done.stderr
     assert "actor_rollout_ref.rollout.top_p=0.9" in done.stderr
+    assert "actor_rollout_ref.model.path='/no/model': there is no such folder" in done.stderr
+    assert "data.train_files='/no/train.parquet': there is no such file" in done.stderr
+    assert "data.val_files='~/data/rlhf/gsm8k/test.parquet'" in done.stderr, "verl's default"
     assert "ray init" not in done.stdout
 
 

@@ -15,7 +15,7 @@ from verl_configs import SHIPPED
 pytest.importorskip("verl", reason="the verl extra is not installed")
 
 from consistent_kernels.errors import ConfigurationError
-from train_bridge.verl.preflight import check, installation, keys, violations
+from train_bridge.verl.preflight import check, engine_options, installation, keys, violations
 from train_bridge.verl.preflight.checkpoint import contract_digest
 from train_bridge.verl.preflight.view import Fixed, View
 
@@ -84,6 +84,9 @@ def test_preflight_lists_all_violations_in_one_error(base: Any) -> None:
         assert part in text
 
 
+RULES = (*keys.ALL, *engine_options.OPTIONS)
+
+
 def wrong_value(rule: Fixed) -> Any:
     first = rule.allowed[0]
     if isinstance(first, bool):
@@ -91,12 +94,12 @@ def wrong_value(rule: Fixed) -> Any:
     return 3 if isinstance(first, int | float) else "something_else"
 
 
-@pytest.mark.parametrize("rule", keys.ALL, ids=lambda rule: rule.key)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.key)
 def test_preflight_names_a_key_with_a_wrong_value(rule: Fixed, broken_keys: Keys) -> None:
     assert rule.key in broken_keys({rule.key: wrong_value(rule)})
 
 
-@pytest.mark.parametrize("rule", keys.ALL, ids=lambda rule: rule.key)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.key)
 def test_preflight_accepts_every_allowed_value(rule: Fixed, broken_keys: Keys) -> None:
     assert all(rule.key not in broken_keys({rule.key: value}) for value in rule.allowed)
 
@@ -114,13 +117,26 @@ STOCK = "verl.workers.config.FSDPEngineConfig"
     [
         ("actor_rollout_ref.actor.ppo_mini_batch_size", 32),
         ("data.gen_batch_size", 16),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", None),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "128"),
+        ("data.train_batch_size", None),
+        (f"{ROLLOUT}.n", 0),
+        (f"{ROLLOUT}.n", None),
+        (f"{ROLLOUT}.temperature", None),
+        (f"{ROLLOUT}.temperature", "0.7"),
         (f"{ROLLOUT}.temperature", 0),
         (f"{ROLLOUT}.temperature", 0.005),
         (f"{ROLLOUT}.temperature", 2.5),
         (f"{ROLLOUT}.temperature", float("inf")),
         (f"{ROLLOUT}.seed", "soon"),
         (f"{ROLLOUT}.max_model_len", 100),
+        (f"{ROLLOUT}.seed", None),
+        ("data.max_prompt_length", None),
         ("actor_rollout_ref.actor.strategy", "fsdp"),
+        ("actor_rollout_ref.actor.fsdp_config.strategy", "fsdp"),
+        ("actor_rollout_ref.actor.fsdp_config.deterministic_gradients", "maybe"),
+        ("actor_rollout_ref.ref.strategy", "fsdp"),
+        ("actor_rollout_ref.ref.fsdp_config.strategy", "fsdp"),
         ("model_engine", "veomni"),
         ("algorithm.adv_estimator", "remax"),
         (ACTOR_TARGET, STOCK),
@@ -128,13 +144,87 @@ STOCK = "verl.workers.config.FSDPEngineConfig"
         (SWITCH, "0"),
         (f"{VLLM}.worker_extension_cls", "other.Extension"),
         (f"{VLLM}.worker_cls", "other.Worker"),
+        (f"{SWITCH}_PROGRAM", "slow"),
         ("actor_rollout_ref.model.override_config.rope_theta", 5000),
+        ("actor_rollout_ref.model.override_config.model_config.rope_theta", 5000),
         ("actor_rollout_ref.model.tokenizer_path", "elsewhere"),
         ("actor_rollout_ref.model.hf_config_path", "elsewhere"),
     ],
 )
 def test_preflight_names_a_broken_relation(key: str, value: Any, broken_keys: Keys) -> None:
     assert broken_keys({key: value}) == [key]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        f"{ROLLOUT}.calculate_log_probs",
+        f"{ROLLOUT}.dtype",
+        f"{ROLLOUT}.top_p",
+        "actor_rollout_ref.actor.ppo_epochs",
+        "actor_rollout_ref.actor.fsdp_config.dtype",
+        "trainer.v1.trainer_mode",
+    ],
+)
+def test_preflight_takes_null_for_a_value(key: str, base: Any, broken_keys: Keys) -> None:
+    """verl's own defaults do not stand in for null: null replaces them."""
+    assert broken_keys({key: None}) == [key]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        f"{ROLLOUT}.calculate_log_probs",
+        "trainer.v1.trainer_mode",
+    ],
+)
+def test_preflight_names_an_absent_key_whose_default_is_wrong(key: str, base: Any) -> None:
+    from omegaconf import OmegaConf, open_dict
+
+    config = copy.deepcopy(base)
+    parent, name = key.rsplit(".", 1)
+    with open_dict(config):
+        del OmegaConf.select(config, parent)[name]
+    assert [found.key for found in violations(config)] == [key]
+
+
+def test_preflight_names_an_interpolation_that_leads_nowhere(broken_keys: Keys) -> None:
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    assert broken_keys({key: "${no.such.key}"}) == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{ROLLOUT}.enforce_eager", True),
+        (f"{ROLLOUT}.enable_chunked_prefill", False),
+        (f"{ROLLOUT}.free_cache_engine", False),
+        (f"{ROLLOUT}.load_format", "auto"),
+        (f"{ROLLOUT}.val_kwargs.temperature", 0),
+        ("actor_rollout_ref.actor.clip_ratio_high", 0.5),
+        ("actor_rollout_ref.actor.entropy_coeff", 0.01),
+        ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type", "cosine"),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward", False),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", None),
+        ("actor_rollout_ref.model.use_remove_padding", False),
+        ("algorithm.rollout_correction.rollout_is", "token"),
+        ("algorithm.rollout_correction.bypass_mode", None),
+        ("algorithm.filter_groups.enable", True),
+        ("data.truncation", "left"),
+        ("true_on_policy", None),
+    ],
+)
+def test_preflight_leaves_what_is_harmless_alone(key: str, value: Any, broken_keys: Keys) -> None:
+    assert broken_keys({key: value}) == []
+
+
+def test_preflight_takes_verls_own_fetching_of_filtered_groups(broken_keys: Keys) -> None:
+    single = {"data.gen_batch_size": 1}
+    assert broken_keys({**single, "algorithm.filter_groups.enable": True}) == []
+    assert broken_keys(single) == ["data.gen_batch_size"]
 
 
 def test_preflight_wants_one_program_on_both_sides(broken_keys: Keys) -> None:
@@ -157,9 +247,10 @@ def test_preflight_names_a_key_of_the_megatron_engine(
     rule: Fixed, megatron_base: Any, broken_keys: Keys
 ) -> None:
     found = broken_keys({rule.key: wrong_value(rule)}, of=megatron_base)
-    # The reference's keys follow the actor's where verl makes them.
+    # The reference's keys follow the actor's where verl makes them, and so does the rollout's qat.
     assert rule.key in found
-    assert set(found) <= {rule.key, rule.key.replace(ACTOR, REF)}
+    follow = {rule.key.replace(ACTOR, REF), rule.key.replace(ACTOR, ROLLOUT)}
+    assert set(found) <= {rule.key, *follow}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +304,33 @@ def test_preflight_names_a_variable(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert broken_keys() == [variable]
+
+
+ENV_VARS = SWITCH.removesuffix(".VLLM_CONSISTENT")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_BATCH_INVARIANT", "1"),
+        ("VLLM_USE_FLASHINFER_SAMPLER", "1"),
+        ("VERL_ENGINE_VENDOR", "other"),
+        ("VLLM_PLUGINS", "other"),
+        ("NCCL_DEBUG_LEVEL", 1),
+    ],
+)
+def test_preflight_names_a_variable_of_rays_workers(
+    variable: str, value: Any, broken_keys: Keys
+) -> None:
+    assert broken_keys({f"{ENV_VARS}.{variable}": value}) == [f"{ENV_VARS}.{variable}"]
+
+
+def test_preflight_wants_the_switch_as_a_string(base: Any) -> None:
+    """Hydra reads VLLM_CONSISTENT=1 as a number, which Ray refuses when the run starts."""
+    config = copy.deepcopy(base)
+    config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT = 1
+    (found,) = violations(config)
+    assert (found.key, found.use) == (SWITCH, "'\"1\"'")
 
 
 def test_preflight_accepts_the_plugin_by_name(

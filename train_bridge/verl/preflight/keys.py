@@ -10,37 +10,29 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
-_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 
 _ORDER = "its collectives add in an order that is not pinned"
-_PARTIAL = "it merges partial attention in another order"
 _REPLACES = "it replaces the forward that is shared with the engine"
 _ADAPTER = "adapters run kernels outside the contract"
 _STALE = "samples would come from other weights than those that score them"
 
 TOPOLOGY = (
-    Fixed(f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _ORDER),
+    Fixed(f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _ORDER, required=True),
     Fixed(f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), "not tested"),
     Fixed(f"{_ROLLOUT}.data_parallel_size", (1,), "one engine a replica is what is verified"),
     Fixed(f"{_ROLLOUT}.expert_parallel_size", (1,), "not tested"),
     Fixed(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "it cuts sequences inside attention"),
     Fixed(f"{_REF}.ulysses_sequence_parallel_size", (1,), "it cuts sequences inside attention"),
-    *(
-        Fixed(f"{_ENGINE}.{name}", (1,), why)
-        for name, why in (
-            ("tensor_parallel_size", _ORDER),
-            ("pipeline_parallel_size", "not tested"),
-            ("data_parallel_size", "one engine a replica is what is verified"),
-            ("decode_context_parallel_size", _PARTIAL),
-            ("prefill_context_parallel_size", _PARTIAL),
-        )
-    ),
-    Fixed(f"{_ENGINE}.enable_dbo", (False,), "micro-batches would overlap in other shapes"),
 )
 
 UPDATES = (
     Fixed("trainer.use_v1", (True,), "verl's legacy trainer has no hook for the comparison"),
-    Fixed("trainer.v1.trainer_mode", ("true_on_policy",), f"nothing is compared, or {_STALE}"),
+    Fixed(
+        "trainer.v1.trainer_mode",
+        ("true_on_policy",),
+        f"nothing is compared, or {_STALE}",
+        required=True,
+    ),
     Fixed(f"{_ACTOR}.ppo_epochs", (1,), "after the first update the rollout's policy is gone"),
     Fixed(
         "algorithm.rollout_correction.bypass_mode",
@@ -59,16 +51,15 @@ UPDATES = (
     Fixed("skip.async_rollout.enable", (False,), f"recorded rollouts: {_STALE}"),
     Fixed(f"{_ROLLOUT}.checkpoint_engine.backend", ("naive",), "other transports give no receipt"),
     Fixed(f"{_ROLLOUT}.checkpoint_engine.custom_backend_module", ("",), "it gives no receipt"),
-    Fixed(f"{_ENGINE}.weight_transfer_config", ("",), "it gives no receipt"),
+    Fixed(f"{_ROLLOUT}.checkpoint_manager_class", ("",), "other transports give no receipt"),
 )
 
 ADAPTERS = (
     Fixed(f"{_MODEL}.lora_rank", (0,), _ADAPTER),
     Fixed(f"{_MODEL}.lora.rank", (0,), _ADAPTER),
+    Fixed(f"{_MODEL}.lora.adapter_path", ("",), _ADAPTER),
     Fixed(f"{_MODEL}.lora_adapter_path", ("",), _ADAPTER),
-    Fixed(f"{_ENGINE}.enable_lora", (False,), _ADAPTER),
     Fixed(f"{_MODEL}.mtp.enable", (False,), "its heads are not in the contract"),
-    Fixed(f"{_ENGINE}.speculative_config", ("",), "accepted tokens are scored by another model"),
     Fixed("distillation.enabled", (False,), "its top-k losses need logits that never exist"),
     Fixed(f"{_ACTOR}.calculate_sum_pi_squared", (False,), "it needs logits that never exist"),
     Fixed(f"{_ROLLOUT}.enable_rollout_routing_replay", (False,), "both sides route by themselves"),
@@ -76,11 +67,10 @@ ADAPTERS = (
 
 NUMERICS = (
     Fixed(f"{_ROLLOUT}.dtype", ("bfloat16",), "the contract is for bfloat16"),
-    Fixed(f"{_ENGINE}.dtype", ("bfloat16",), "the contract is for bfloat16"),
+    Fixed(f"{_ROLLOUT}.qat.enable", (False,), _REPLACES),
+    Fixed(f"{_ACTOR}.qat.enable", (False,), _REPLACES),
     Fixed(f"{_ROLLOUT}.quantization", ("",), "no contract covers quantized weights here yet"),
     Fixed(f"{_ROLLOUT}.quantization_config_file", ("",), "it changes the engine's weights alone"),
-    Fixed(f"{_ENGINE}.quantization", ("",), "no contract covers quantized weights here yet"),
-    Fixed(f"{_ENGINE}.kv_cache_dtype", ("auto", "bfloat16"), "the trainer keeps bf16 keys"),
     Fixed(f"{_MODEL}.use_fused_kernels", (False,), _REPLACES),
     Fixed(f"{_ACTOR}.use_fused_kernels", (False,), _REPLACES),
     Fixed(f"{_MODEL}.use_liger", (False,), _REPLACES),
@@ -92,13 +82,6 @@ NUMERICS = (
         (False,),
         "it sets VLLM_BATCH_INVARIANT, which replaces operators under our kernels",
     ),
-    Fixed(f"{_ENGINE}.disable_cascade_attn", (True,), _PARTIAL),
-    Fixed(f"{_ENGINE}.attention_backend", ("CUSTOM", "CPU_ATTN"), "the plugin's own must serve"),
-    Fixed(f"{_ENGINE}.logits_processors", ("",), "the trainer does not mirror them"),
-    *(
-        Fixed(f"{_ENGINE}.{name}", ("",), "it changes the engine's model alone")
-        for name in ("hf_overrides", "rope_scaling", "rope_theta", "rope_parameters")
-    ),
 )
 
 SAMPLING = (
@@ -107,13 +90,20 @@ SAMPLING = (
     Fixed(f"{_ROLLOUT}.repetition_penalty", (1, 1.0), "the trainer does not mirror it"),
     Fixed(f"{_ROLLOUT}.val_kwargs.top_p", (1, 1.0), "the plugin refuses such requests"),
     Fixed(f"{_ROLLOUT}.val_kwargs.top_k", (-1, 0), "the plugin refuses such requests"),
-    Fixed(f"{_ROLLOUT}.calculate_log_probs", (True,), "there would be nothing to compare"),
+    Fixed(
+        f"{_ROLLOUT}.calculate_log_probs",
+        (True,),
+        "there would be nothing to compare",
+        required=True,
+    ),
     Fixed(
         f"{_ROLLOUT}.logprobs_mode",
         ("processed_logprobs", "raw_logprobs"),
         "log-probs, not logits, are compared",
     ),
-    Fixed(f"{_ROLLOUT}.name", ("vllm",), "the plugin is vLLM's"),
+    Fixed(f"{_ROLLOUT}.name", ("vllm",), "the plugin is vLLM's", required=True),
+    Fixed(f"{_ROLLOUT}.mode", ("async",), "verl has no other mode any more"),
+    Fixed("trainer.device", ("cuda", "cpu"), "there are kernels for these alone"),
     Fixed(
         f"{_ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
         ("strict", "ignore_strippable"),
@@ -130,7 +120,7 @@ def _fsdp(section: str) -> tuple[Fixed, ...]:
         Fixed(f"{section}.dtype", ("bfloat16",), "the contract is for bfloat16"),
         Fixed(
             f"{section}.model_dtype",
-            ("fp32", "float32", "bf16", "bfloat16"),
+            ("fp32", "float32", "bf16", "bfloat16", None),
             "masters must hold what rounds to the engine's weights",
         ),
         Fixed(
@@ -146,9 +136,11 @@ def _fsdp(section: str) -> tuple[Fixed, ...]:
 def _megatron(section: str) -> tuple[Fixed, ...]:
     return (
         Fixed(f"{section}.tensor_model_parallel_size", (1,), _ORDER),
-        Fixed(f"{section}.expert_tensor_parallel_size", (1,), _ORDER),
+        Fixed(f"{section}.expert_tensor_parallel_size", (1, None), _ORDER),
         Fixed(f"{section}.pipeline_model_parallel_size", (1,), "stages are not bridged"),
-        Fixed(f"{section}.virtual_pipeline_model_parallel_size", (1,), "stages are not bridged"),
+        Fixed(
+            f"{section}.virtual_pipeline_model_parallel_size", (1, None), "stages are not bridged"
+        ),
         Fixed(f"{section}.context_parallel_size", (1,), "it cuts sequences inside attention"),
         Fixed(
             f"{section}.dynamic_context_parallel", (False,), "it cuts sequences inside attention"
@@ -164,6 +156,8 @@ def _megatron(section: str) -> tuple[Fixed, ...]:
 
 
 ENGINES = (
+    Fixed(f"{_ACTOR}.fsdp_config.forward_only", (False,), "nothing would be trained"),
+    Fixed(f"{_ACTOR}.megatron.forward_only", (False,), "nothing would be trained"),
     *_fsdp(f"{_ACTOR}.fsdp_config"),
     *_fsdp(f"{_REF}.fsdp_config"),
     *_megatron(f"{_ACTOR}.megatron"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from consistent_kernels.protocol.temperature import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
     is_shared_temperature,
 )
-from train_bridge.verl.preflight.view import SECTIONS, View, Violation
+from train_bridge.verl.preflight.view import SECTIONS, View, Violation, same
 
 EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
 ENGINE_CONFIGS = {
@@ -21,7 +22,7 @@ _CONFIGS = {"dp": "true_on_policy_grpo_fsdp", "megatron": "true_on_policy_grpo_m
 SWITCH = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CONSISTENT"
 PROGRAM = f"{SWITCH}_PROGRAM"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_HARMLESS_OVERRIDES = ("attn_implementation", "model_config")
+_HARMLESS_OVERRIDES = ("attn_implementation",)
 _RECOMPUTATION = (
     "recompute_granularity",
     "recompute_method",
@@ -29,6 +30,8 @@ _RECOMPUTATION = (
     "recompute_num_layers",
 )
 _HARMLESS_MCORE = (*_RECOMPUTATION, "attention_backend")
+_PROGRAMS = ("fastest", "triton")
+_SWITCHES = ("deterministic_gradients",)
 _MCORE_OPTIMIZERS = ("adam", "sgd")
 
 
@@ -36,6 +39,7 @@ def violations(view: View) -> Iterator[Violation]:
     """Yield every broken relation."""
     rules = (
         _one_update,
+        _samples,
         _temperature,
         _greedy_baseline,
         _seed,
@@ -43,6 +47,7 @@ def violations(view: View) -> Iterator[Violation]:
         _engine,
         _mcore,
         _program,
+        _switches,
         _plugin,
         _model_overrides,
     )
@@ -52,8 +57,12 @@ def violations(view: View) -> Iterator[Violation]:
 
 def _one_update(view: View) -> Iterator[Violation]:
     key = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    mini, batch = view.get(key), view.get("data.train_batch_size")
-    if mini != batch:
+    mini, batch = view.value(key), view.value("data.train_batch_size")
+    if not _is_count(batch):
+        yield Violation(
+            "data.train_batch_size", batch, "prompts of one step", "an integer of at least 1"
+        )
+    elif not _is_count(mini) or mini != batch:
         yield Violation(
             key,
             mini,
@@ -61,7 +70,10 @@ def _one_update(view: View) -> Iterator[Violation]:
             f"{batch}",
         )
     generated = view.get("data.gen_batch_size", batch)
-    if generated != batch:
+    one_by_one = view.get("algorithm.filter_groups.enable") or view.get(
+        "trainer.v1.sampler.sync_refill_failed_groups"
+    )
+    if generated != batch and not (one_by_one and same(generated, 1)):
         yield Violation(
             "data.gen_batch_size",
             generated,
@@ -70,9 +82,20 @@ def _one_update(view: View) -> Iterator[Violation]:
         )
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _samples(view: View) -> Iterator[Violation]:
+    key = f"{_ROLLOUT}.n"
+    value = view.value(key, 1)
+    if not _is_count(value):
+        yield Violation(key, value, "samples of one prompt", "an integer of at least 1")
+
+
 def _temperature(view: View) -> Iterator[Violation]:
     key = f"{_ROLLOUT}.temperature"
-    value = view.get(key, 1.0)
+    value = view.value(key, 1.0)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and value != 0 and is_shared_temperature(value)):
         yield Violation(
@@ -96,15 +119,15 @@ def _greedy_baseline(view: View) -> Iterator[Violation]:
 
 def _seed(view: View) -> Iterator[Violation]:
     key = f"{_ROLLOUT}.seed"
-    value = view.get(key, 42)
+    value = view.value(key, 42)
     if not isinstance(value, int) or isinstance(value, bool):
         yield Violation(key, value, "a capture could not name the sampling state", "an integer")
 
 
 def _lengths(view: View) -> Iterator[Violation]:
     for key in ("data.max_prompt_length", "data.max_response_length"):
-        value = view.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        value = view.value(key, 1)
+        if not _is_count(value):
             yield Violation(key, value, "it bounds a sequence", "an integer of at least 1")
     key = f"{_ROLLOUT}.max_model_len"
     limit = view.get(key)
@@ -139,6 +162,15 @@ def _engine(view: View) -> Iterator[Violation]:
         )
         return
     for part in _parts(view):
+        for key in (
+            f"actor_rollout_ref.{part}.strategy",
+            f"actor_rollout_ref.{part}.{view.section}.strategy",
+        ):
+            given = view.value(key, strategy)
+            if given != strategy:
+                yield Violation(
+                    key, given, "verl's own engine would compute log-probs", repr(strategy)
+                )
         key = f"actor_rollout_ref.{part}.{view.section}._target_"
         target = str(view.get(key, ""))
         if target != ENGINE_CONFIGS[strategy]:
@@ -185,15 +217,27 @@ def _mcore(view: View) -> Iterator[Violation]:
 
 
 def _program(view: View) -> Iterator[Violation]:
-    engine = str(view.get(PROGRAM, "fastest")).lower()
+    engine = str(view.get(PROGRAM, "") or "fastest").lower()
+    if engine not in _PROGRAMS:
+        yield Violation(PROGRAM, engine, "there is no such program", " or ".join(_PROGRAMS))
+        return
     for part in _parts(view):
         key = f"actor_rollout_ref.{part}.{view.section}.program"
-        trainer = str(view.get(key, "fastest")).lower()
+        trainer = str(view.get(key, "fastest"))
         if trainer != engine:
             wanted = "null" if engine == "fastest" else engine
             yield Violation(
                 key, trainer, f"{PROGRAM}={engine} gives the engine other kernels", wanted
             )
+
+
+def _switches(view: View) -> Iterator[Violation]:
+    for part in _parts(view):
+        for name in _SWITCHES:
+            key = f"actor_rollout_ref.{part}.{view.section}.{name}"
+            value = view.value(key, False)
+            if not isinstance(value, bool):
+                yield Violation(key, value, "it is on or off", "true or false")
 
 
 def _plugin(view: View) -> Iterator[Violation]:
@@ -211,11 +255,16 @@ def _plugin(view: View) -> Iterator[Violation]:
 
 
 def _model_overrides(view: View) -> Iterator[Violation]:
-    for key in view.mapping("actor_rollout_ref.model.override_config"):
-        if key not in _HARMLESS_OVERRIDES:
+    section = "actor_rollout_ref.model.override_config"
+    given = view.mapping(section)
+    # verl reads these alone where they are given.
+    inner = given.pop("model_config", None)
+    overrides = given | {f"model_config.{name}": value for name, value in (inner or {}).items()}
+    for name, value in overrides.items():
+        if name.rsplit(".", 1)[-1] not in _HARMLESS_OVERRIDES:
             yield Violation(
-                f"actor_rollout_ref.model.override_config.{key}",
-                view.get(f"actor_rollout_ref.model.override_config.{key}"),
+                f"{section}.{name}",
+                value,
                 "it changes the trainer's model alone (positions, rope, sizes)",
                 "the checkpoint's config.json, which both sides read",
             )

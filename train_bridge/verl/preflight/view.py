@@ -43,28 +43,43 @@ def _plain(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A key that may have only some values; an absent key has verl's or vLLM's harmless default.
+    """A key that may have only some values.
+
+    Null is what verl takes for False and for no name; elsewhere it is a value like any other.
 
     Attributes:
         key: dotted.
         allowed: values, the first of which is recommended.
         why: what another value would do.
+        required: whether the key must be there; else verl's or vLLM's default is harmless.
     """
 
     key: str
     allowed: tuple[Any, ...]
     why: str
+    required: bool = False
 
     def violations(self, view: View) -> Iterator[Violation]:
         """Yield at most one."""
-        value = view.get(self.key, self.allowed[0])
-        if not any(_same(value, allowed) for allowed in self.allowed):
+        value = view.value(self.key, ABSENT if self.required else self.allowed[0])
+        if value is None and (self.allowed[0] is False or self.allowed[0] == ""):
+            return
+        if not any(same(value, allowed) for allowed in self.allowed):
             yield Violation(self.key, value, self.why, repr(self.allowed[0]))
 
 
-def _same(value: Any, allowed: Any) -> bool:
-    # True == 1 in Python, but not in a configuration.
+def same(value: Any, allowed: Any) -> bool:
+    """Return whether two values are one in a configuration, where True is not 1."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+ABSENT = _Absent()
+"""The value of a key that is not there."""
 
 
 class View:
@@ -72,6 +87,16 @@ class View:
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
+
+    def value(self, key: str, default: Any = ABSENT) -> Any:
+        """Return the value of `key`, which may be null; `default` where it is absent.
+
+        A value that cannot be resolved is returned as it stands: no rule takes it for a good one.
+        """
+        try:
+            return OmegaConf.select(self.config, key, default=default)
+        except OmegaConfBaseException:
+            return f"<{key} cannot be resolved>"
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`; `default` where it is absent, null or cannot be resolved."""

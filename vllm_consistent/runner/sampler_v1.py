@@ -33,6 +33,11 @@ class ConsistentSampler(Sampler):
         """logits [T, V] fp32 -> one token a row, with log-probs where asked for."""
         if predict_bonus_token or logprobs_mode_override is not None:
             raise UnsupportedError("sampler", "speculative decoding", ["plain decoding"])
+        drawn = self._drawn_and_scored(logits, sampling_metadata)
+        if drawn is not None:
+            ids = drawn.ids.to(torch.int32).unsqueeze(-1)
+            tensors = LogprobsTensors(ids, drawn.logprob.unsqueeze(-1), drawn.rank)
+            return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=tensors)
         partials = None
         if self.impl == "llvm" and not sampling_metadata.all_greedy:
             partials = shared_partials(logits, sampling_metadata.temperature)
@@ -48,6 +53,16 @@ class ConsistentSampler(Sampler):
         return SamplerOutput(
             sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=tensors
         )
+
+    def _drawn_and_scored(self, logits: torch.Tensor, metadata: Any) -> Any | None:
+        """Return what `draw_llvm.draw_and_score` gives, or None where something else is asked."""
+        plain = self.impl == "llvm" and metadata.all_random and metadata.max_num_logprobs == 0
+        if not plain or self._masked(logits, metadata) is not logits:
+            return None
+        from consistent_kernels.token_logprobs.draw_llvm import draw_and_score
+
+        uniform = self._uniform(logits, metadata)
+        return draw_and_score(logits, metadata.temperature.float(), uniform)
 
     def _draw(
         self, logits: torch.Tensor, metadata: Any, partials: torch.Tensor | None

@@ -1,23 +1,31 @@
-"""The draw of a token on x86 CPUs, from the log-prob's partial results: only one tile is read."""
+"""The draw of a token on x86 CPUs, from the log-prob's partial results, and its score beside it.
+
+Between large kernels a call of PyTorch finds cold caches, so the score of a drawn token takes as
+few of them as the spec of the log-prob leaves: exponential and logarithm of the merge.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
 
+from consistent_kernels.counters import count
 from consistent_kernels.llvm.commands import run_one
 from consistent_kernels.llvm.kernel import F32, I32, I64, LANES, Kernel, Variable, floats
-from consistent_kernels.token_logprobs.spec import VOCAB_TILE
+from consistent_kernels.token_logprobs.llvm import ascending_products, tile_partials
+from consistent_kernels.token_logprobs.ranking_llvm import count_row
+from consistent_kernels.token_logprobs.spec import SMALLEST_DELTA, VOCAB_TILE
 
 _F64 = ir.DoubleType()
 _RESULTS = 3  # of a tile in the partial results: m, s, w
 
 
 class _Draw(Kernel):
-    """Words behind the counter: logits, row bytes, divisors, parts, uniform, out, rows, V, tiles.
+    """Words behind the counter: logits, row bytes, divisors, parts, uniform, out, rows, V, tiles,
+    deltas, scores, ranks; the last three are written where deltas is not 0.
 
     A row's cumulative masses ascend in fp64, over tiles and then over the ids of one tile.
     """
@@ -26,6 +34,8 @@ class _Draw(Kernel):
         super().__init__("draw_tokens")
         b = self.b
         logits, stride, divisors, parts, uniform, out, rows, vocab, tiles = self.words(1, 9)
+        deltas, scores, ranks = self.words(10, 3)
+        is_scored = b.icmp_signed("!=", deltas, self.i64(0))
         self.weights = self.scratch(LANES)
         self.vocab, self.tiles = vocab, tiles
         zero = ir.Constant(_F64, 0.0)
@@ -45,13 +55,30 @@ class _Draw(Kernel):
             last = b.sub(vocab, self.i64(1))
             token = b.select(b.icmp_signed(">", token, last), last, token)
             self.store(token, self.scaled(out, row, 8), 8)
+            with b.if_then(is_scored):
+                self._deltas(self.scaled(deltas, row, b.mul(tiles, self.i64(4))))
+                chosen = self.load(self.scaled(self.row, token, 4), F32, 4)
+                by = self.load(self.scaled(divisors, row, 4), F32, 4)
+                score = self.scaled(scores, row, 8)
+                self.store(self.largest.get(), score, 4)
+                self.store(b.fdiv(chosen, by), self.at(score, 4), 4)
+                rank = count_row(self, self.row, vocab, chosen)
+                self.store(rank, self.scaled(ranks, row, 8), 8)
+
+    def _deltas(self, out: Any) -> None:
+        """What the merge of tiles takes the exponential of."""
+        b, smallest = self.b, ir.Constant(F32, SMALLEST_DELTA)
+        with self.loop(0, self.tiles) as tile:
+            delta = b.fsub(self._part(tile, 0), self.highest)
+            delta = b.select(b.fcmp_ordered("olt", delta, smallest), smallest, delta)
+            self.store(delta, self.scaled(out, tile, 4), 4)
 
     def _part(self, tile: Any, which: int) -> Any:
         return self.load(self.at(self.scaled(self.parts, tile, 4 * _RESULTS), 4 * which), F32, 4)
 
     def _highest(self) -> Any:
         b = self.b
-        highest = Variable(self, F32)
+        self.largest = highest = Variable(self, F32)
         highest.set(ir.Constant(F32, -float("inf")))
         with self.loop(0, self.tiles) as tile:
             highest.set(self.maximum(highest.get(), self._part(tile, 0)))
@@ -141,6 +168,52 @@ def draw(
     Returns:
         [T] int64, in [0, V) also for a row without mass (NaN, or every token masked).
     """
+    out, _ = _drawn(logits, by, parts, uniform, None)
+    return out
+
+
+class Drawn(NamedTuple):
+    """One drawn token a row.
+
+    Attributes:
+        ids: [T] int64, of `draw`.
+        logprob: [T] fp32, the bits of `token_logprobs_from_logits(..., impl="llvm")`.
+        rank: [T] int64, of `count_at_least`.
+    """
+
+    ids: torch.Tensor
+    logprob: torch.Tensor
+    rank: torch.Tensor
+
+
+def draw_and_score(logits: torch.Tensor, by: torch.Tensor, uniform: torch.Tensor) -> Drawn:
+    """Draw a token a row from softmax(logits / by) and score it: the vocabulary is read twice.
+
+    Args:
+        logits: [T, V] fp32; by: [T] fp32, above 0; uniform: [T] fp64 in [0, 1).
+    """
+    rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    count("token_logprobs", "llvm")
+    parts = tile_partials(logits, by, vocab)
+    deltas = torch.empty(parts.shape[:2], dtype=torch.float32)
+    scores = torch.empty((rows, 2), dtype=torch.float32)
+    ranks = torch.empty(rows, dtype=torch.int64)
+    ids, parts = _drawn(logits, by, parts, uniform, (deltas, scores, ranks))
+    total = ascending_products(parts, deltas.exp_())
+    maximum, chosen = scores.unbind(1)
+    return Drawn(ids, chosen - (maximum + total.log_()), ranks)
+
+
+def _drawn(
+    logits: torch.Tensor,
+    by: torch.Tensor,
+    parts: torch.Tensor,
+    uniform: torch.Tensor,
+    scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ([T] ids, parts as the kernel read them)."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab = logits.shape
@@ -156,7 +229,8 @@ def draw(
         rows,
         vocab,
         parts.shape[1],
+        *((0, 0, 0) if scored is None else (each.data_ptr() for each in scored)),
     )
     if rows:
         run_one(_kernel(), words, rows)
-    return out
+    return out, parts

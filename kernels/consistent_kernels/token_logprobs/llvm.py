@@ -180,17 +180,24 @@ def tile_partials(
 
 
 class _AscendingSums(Kernel):
-    """Words behind the counter: terms, out, rows, columns."""
+    """Words behind the counter: terms, bytes to the next, scales or 0, out, rows, columns."""
 
     def __init__(self) -> None:
         super().__init__("ascending_sums")
-        terms, out, rows, columns = self.words(1, 4)
-        total = Variable(self, F32)
+        b = self.b
+        terms, step, scales, out, rows, columns = self.words(1, 6)
+        has_scales = b.icmp_signed("!=", scales, self.i64(0))
+        total, term = (Variable(self, F32) for _ in range(2))
         with self.work(rows) as row:
-            at = self.scaled(terms, row, self.b.mul(columns, self.i64(4)))
-            total.set(self.load(at, F32, 4))
-            with self.loop(1, columns) as column:
-                total.set(self.b.fadd(total.get(), self.load(self.scaled(at, column, 4), F32, 4)))
+            before = b.mul(row, columns)
+            with self.loop(0, columns) as column:
+                place = b.add(before, column)
+                term.set(self.load(self.scaled(terms, place, step), F32, 4))
+                with b.if_then(has_scales):
+                    term.set(b.fmul(term.get(), self.load(self.scaled(scales, place, 4), F32, 4)))
+                is_first = b.icmp_signed("==", column, self.i64(0))
+                added = b.fadd(total.get(), term.get())
+                total.set(b.select(is_first, term.get(), added))
             self.store(total.get(), self.scaled(out, row, 4), 4)
 
 
@@ -203,9 +210,18 @@ def _ascending_sums(terms: torch.Tensor) -> torch.Tensor:
     """[T, tiles] -> [T], added as the reference adds them."""
     terms = terms.contiguous()
     out = torch.empty(terms.shape[0], dtype=torch.float32)
-    words = (terms.data_ptr(), out.data_ptr(), *terms.shape)
+    words = (terms.data_ptr(), 4, 0, out.data_ptr(), *terms.shape)
     if terms.shape[0]:
         # Few numbers: not worth waking other threads.
+        run_one(_sums_kernel(), words, 1)
+    return out
+
+
+def ascending_products(parts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[T, tiles, 3] of `tile_partials`, [T, tiles] -> [T]: the sums of s * scale, ascending."""
+    out = torch.empty(parts.shape[0], dtype=torch.float32)
+    words = (parts.data_ptr() + 4, 4 * _RESULTS, scale.data_ptr(), out.data_ptr(), *scale.shape)
+    if parts.shape[0]:
         run_one(_sums_kernel(), words, 1)
     return out
 

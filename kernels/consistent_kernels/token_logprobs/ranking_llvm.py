@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -10,30 +11,34 @@ from consistent_kernels.llvm.commands import run_one
 from consistent_kernels.llvm.kernel import F32, I16, I64, LANES, Kernel, Variable, floats
 
 
+def count_row(kernel: Kernel, row: Any, columns: Any, chosen: Any) -> Any:
+    """Return how many of a row's fp32 numbers, at an address, are at least `chosen`."""
+    b = kernel.b
+    whole = b.and_(columns, kernel.i64(-LANES))
+    count = Variable(kernel, I64)
+    count.set(kernel.i64(0))
+    with kernel.loop(0, whole, LANES) as column:
+        x = kernel.load(kernel.scaled(row, column, 4), floats(LANES), 4)
+        bits = b.bitcast(b.fcmp_ordered("oge", x, kernel.splat(chosen)), I16)
+        ones = kernel.intrinsic("llvm.ctpop.i16", I16, bits)
+        count.set(b.add(count.get(), b.zext(ones, I64)))
+    with kernel.loop(whole, columns) as column:
+        x = kernel.load(kernel.scaled(row, column, 4), F32, 4)
+        count.set(b.add(count.get(), b.zext(b.fcmp_ordered("oge", x, chosen), I64)))
+    return count.get()
+
+
 class _CountAtLeast(Kernel):
     """Words behind the counter: logits, row bytes, ids, out, rows, columns."""
 
     def __init__(self) -> None:
         super().__init__("count_at_least")
-        b = self.b
         logits, stride, ids, out, rows, columns = self.words(1, 6)
-        whole = b.and_(columns, self.i64(-LANES))
         with self.work(rows) as row:
             at = self.scaled(logits, row, stride)
-            chosen = self.load(
-                self.scaled(at, self.load(self.scaled(ids, row, 8), I64, 8), 4), F32, 4
-            )
-            count = Variable(self, I64)
-            count.set(self.i64(0))
-            with self.loop(0, whole, LANES) as column:
-                x = self.load(self.scaled(at, column, 4), floats(LANES), 4)
-                bits = b.bitcast(b.fcmp_ordered("oge", x, self.splat(chosen)), I16)
-                ones = self.intrinsic("llvm.ctpop.i16", I16, bits)
-                count.set(b.add(count.get(), b.zext(ones, I64)))
-            with self.loop(whole, columns) as column:
-                x = self.load(self.scaled(at, column, 4), F32, 4)
-                count.set(b.add(count.get(), b.zext(b.fcmp_ordered("oge", x, chosen), I64)))
-            self.store(count.get(), self.scaled(out, row, 8), 8)
+            token = self.load(self.scaled(ids, row, 8), I64, 8)
+            chosen = self.load(self.scaled(at, token, 4), F32, 4)
+            self.store(count_row(self, at, columns, chosen), self.scaled(out, row, 8), 8)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ if not llvm.is_available():
 
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, peaked_logits
+from consistent_kernels.token_logprobs import count_at_least, draw_llvm, token_logprobs_from_logits
 from consistent_kernels.token_logprobs import llvm as compiled
-from consistent_kernels.token_logprobs import token_logprobs_from_logits
 from consistent_kernels.token_logprobs.reference import merge_tiles
 
 VOCABS = (1, 1000, 1024, 1025, 5000)
@@ -72,6 +72,23 @@ def test_tiles_are_merged_as_the_reference_merges_them() -> None:
     terms = torch.randn(7, 48, generator=torch.Generator().manual_seed(4))
     descending = compiled._ascending_sums(terms.flip(1))
     assert not bitwise_equal(descending, compiled._ascending_sums(terms)), "control: order shows"
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_drawn_token_is_scored_with_the_same_bits(vocab: int) -> None:
+    logits = rows_of(vocab)
+    by = torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0])
+    uniform = torch.tensor([0.1, 0.9, 0.5, 0.5, 0.999], dtype=torch.float64)
+    drawn = draw_llvm.draw_and_score(logits, by, uniform)
+    alone = draw_llvm.draw(logits, by, compiled.tile_partials(logits, by, vocab), uniform)
+    assert torch.equal(drawn.ids, alone)
+    options = {"temperature": by, "entropy": False, "impl": "llvm"}
+    scored = token_logprobs_from_logits(logits, drawn.ids, **options)
+    assert_bitwise_equal(drawn.logprob, scored.logprob)
+    assert torch.equal(drawn.rank, count_at_least(logits, drawn.ids))
+    if vocab > 1:
+        other = token_logprobs_from_logits(logits, (drawn.ids + 1) % vocab, **options)
+        assert not bitwise_equal(drawn.logprob[:1], other.logprob[:1]), "control"
 
 
 def test_rejects_partials_that_do_not_fit() -> None:

@@ -17,7 +17,7 @@ from vllm_consistent.cli.demo.stock import StepPrompts
 
 STOCK_SAMPLES = 2
 STOCK_TOKENS = 8
-PROBE_TOKENS = 16
+PROBE_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from consistent_kernels.errors import invalid
 _KV_BLOCK = 128
 _KV_MARGIN = 2
 _PREFILL_FLOOR = 256
+_PROBE_ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +211,10 @@ def sample(llm: Any, prompt_ids: Sequence[Sequence[int]], plan: SamplingPlan) ->
             temperature=plan.temperature,
             seed=seed,
             max_tokens=plan.max_tokens,
-            min_tokens=plan.max_tokens if plan.exact_length else 0,
+            ignore_eos=plan.exact_length,
             logprobs=0,
+            # Ids are what is trained on; the reward decodes them itself.
+            detokenize=False,
         )
         for seed in plan.seeds
     ]
@@ -229,12 +233,16 @@ def sample(llm: Any, prompt_ids: Sequence[Sequence[int]], plan: SamplingPlan) ->
 def time_decode(llm: Any, probe: dict[str, Any]) -> float:
     """Return the decode throughput of `llm` in tokens/s on a fixed batch.
 
-    Prompts are processed once before, so the timed call finds them in the prefix cache; every
-    response has exactly `max_tokens` tokens, so that both engines run at full concurrency.
+    Prompts take as long as many decode steps, and a prefix cache keeps whole pages alone: so a call
+    for one token a response is timed beside a call for `max_tokens`, and what lies between them is
+    decode. Every response has exactly that length, so that both engines run at full concurrency.
 
     Args:
         llm: a vLLM `LLM`.
         probe: prompt_ids, seeds, samples, max_tokens and temperature.
+
+    Returns:
+        The median of a few rounds; of responses of one token, prompts included.
     """
 
     def run(max_tokens: int) -> Rollout:
@@ -243,9 +251,15 @@ def time_decode(llm: Any, probe: dict[str, Any]) -> float:
         )
         return sample(llm, probe["prompt_ids"], plan)
 
-    run(1)
-    timed = run(probe["max_tokens"])
-    return timed.num_tokens / timed.seconds
+    run(min(2, probe["max_tokens"]))
+    rates = []
+    for _ in range(_PROBE_ROUNDS):
+        first, whole = run(1), run(probe["max_tokens"])
+        tokens, seconds = whole.num_tokens, whole.seconds
+        if probe["max_tokens"] > 1:
+            tokens, seconds = tokens - first.num_tokens, seconds - first.seconds
+        rates.append(tokens / seconds)
+    return statistics.median(rates)
 
 
 def _response(prompt_index: int, completion: Any) -> Response:

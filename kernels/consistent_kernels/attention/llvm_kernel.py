@@ -24,6 +24,7 @@ from consistent_kernels.llvm.kernel import F32, I32, I64, LANES, LOWEST, Kernel,
 STATE = 2
 """Numbers that a row carries from tile to tile: running maximum and row sum."""
 
+_SHARE = 4
 _LINE = 64  # bytes of a cache line
 _ACCUMULATORS = 24  # vectors that P V may keep in registers
 
@@ -54,7 +55,7 @@ class Attention(Kernel):
         self.scores, self.factors = self.scratch(KEY_TILE * group), self.scratch(group)
         self.dots = self.scratch(LANES * LANES * group)
         units = b.mul(count, self.heads)
-        with self.work_ahead(units) as (unit, following):
+        with self.work_ahead(units, _SHARE) as (unit, following):
             self._look_ahead(following, units)
             self._unit(unit)
 

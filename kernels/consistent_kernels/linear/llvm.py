@@ -22,6 +22,7 @@ from consistent_kernels.llvm.machine import vector_bits
 
 _VECTORS = 3
 _LINE = 64  # bytes of a cache line
+_SHARE = 8
 _PAIR_BYTES = 4  # of two bf16
 _WIDENED = 8
 _MASK_LEADING = 0xFFFF0000
@@ -57,7 +58,7 @@ class Gemm(Kernel):
         tiles = b.sdiv(b.add(rows, self.i64(self.tile_rows - 1)), self.i64(self.tile_rows))
         self.ahead_step = b.sdiv(b.add(tiles, self.i64(_LINE - 1)), tiles)
         self.ahead = Variable(self, I64)
-        with self.work_ahead(panels) as (self.panel, following):
+        with self.work_ahead(panels, _SHARE) as (self.panel, following):
             panel_bytes = b.mul(self.pairs, self.i64(_PAIR_BYTES * self.lanes * _VECTORS))
             self.weight = b.add(weight, b.mul(self.panel, panel_bytes))
             beyond = b.icmp_signed(">=", following, panels)

@@ -102,10 +102,13 @@ class Commands:
 
     def __init__(self, calls: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Take (kernel address, words behind the counter, units of work) of each call."""
-        self._words = [(ctypes.c_int64 * (1 + len(words)))(0, *words) for _, words, _ in calls]
+        threads = torch.get_num_threads()
+        self._words = [
+            (ctypes.c_int64 * (2 + len(words)))(threads, 0, *words) for _, words, _ in calls
+        ]
         flat = []
         for (address, _, _), words in zip(calls, self._words, strict=True):
-            flat += [address, ctypes.addressof(words), 0]
+            flat += [address, ctypes.addressof(words) + 8, 0]
         self._entries = (ctypes.c_int64 * max(1, len(flat)))(*flat)
         self._largest = max((units for _, _, units in calls), default=0)
         team = gomp_parallel() or 0
@@ -119,7 +122,8 @@ class Commands:
 
     def set_words(self, words: Sequence[int], units: int) -> None:
         """Replace what the first call reads."""
-        self._words[0][1:] = words
+        self._words[0][0] = torch.get_num_threads()
+        self._words[0][2:] = words
         self._largest = units if self._has_team else 1
 
     def run(self) -> None:

@@ -1,8 +1,8 @@
 """A kernel under construction: integers, vectors and loops over `llvmlite.ir`.
 
 A kernel is a C function of one pointer, its command: 64-bit words, the first of which counts the
-units of work that threads have taken. Every thread of the team runs the function; which one takes a
-unit moves no bit, since no sum crosses units.
+units of work that threads have taken; the word before it holds the number of threads. Every thread
+of the team runs the function; which one takes a unit moves no bit, since no sum crosses units.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ F32 = ir.FloatType()
 POINTER = ir.PointerType()
 LANES = 16
 """Numbers of one vector wherever a sum has lanes; narrower registers hold it in parts."""
+
+_SHARE, _LONGEST = 2, 8
+"""Runs of units that a thread takes, and the units of the longest one."""
 
 LOWEST = -3.4028234663852886e38
 """-FLT_MAX."""
@@ -148,40 +151,57 @@ class Kernel:
         self.b.position_at_end(after)
 
     @contextmanager
-    def work(self, units: Any) -> Iterator[Any]:
-        """Run the body for every unit 0 .. units - 1 that this thread gets hold of."""
-        head, body, after = (self.function.append_basic_block() for _ in range(3))
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        taken = self._take()
-        self.b.cbranch(self.b.icmp_signed("<", taken, units), body, after)
-        self.b.position_at_end(body)
-        yield taken
-        self.b.branch(head)
-        self.b.position_at_end(after)
+    def work(self, units: Any, share: int = _SHARE) -> Iterator[Any]:
+        """Run the body for every unit 0 .. units - 1 that this thread gets hold of.
+
+        Args:
+            share: how many runs of units a thread takes, about, where there are that many. A run
+                costs a cache line that travels between cores, so small units want few.
+        """
+        with self.work_ahead(units, share, is_ahead=False) as (unit, _):
+            yield unit
 
     @contextmanager
-    def work_ahead(self, units: Any) -> Iterator[tuple[Any, Any]]:
+    def work_ahead(
+        self, units: Any, share: int = _SHARE, *, is_ahead: bool = True
+    ) -> Iterator[tuple[Any, Any]]:
         """As `work`; yields a unit and the one that this thread takes next (maybe none: >= units).
 
         So a unit's data can be fetched while the one before it is worked on.
         """
+        b = self.b
+        run = self._run_length(units, share)
         head, body, after = (self.function.append_basic_block() for _ in range(3))
         held = Variable(self, I64)
-        held.set(self._take())
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        unit = held.get()
-        self.b.cbranch(self.b.icmp_signed("<", unit, units), body, after)
-        self.b.position_at_end(body)
-        following = self._take()
-        held.set(following)
-        yield unit, following
-        self.b.branch(head)
-        self.b.position_at_end(after)
+        held.set(self._take(run))
+        b.branch(head)
+        b.position_at_end(head)
+        first = held.get()
+        b.cbranch(b.icmp_signed("<", first, units), body, after)
+        b.position_at_end(body)
+        if is_ahead:
+            held.set(self._take(run))
+        stop = b.add(first, run)
+        stop = b.select(b.icmp_signed("<", stop, units), stop, units)
+        with self.loop(first, stop) as unit:
+            following = b.add(unit, self.i64(1))
+            inside = b.icmp_signed("<", following, stop)
+            yield unit, b.select(inside, following, held.get())
+        if not is_ahead:
+            held.set(self._take(run))
+        b.branch(head)
+        b.position_at_end(after)
 
-    def _take(self) -> Any:
-        return self.b.atomic_rmw("add", self.function.args[0], self.i64(1), "monotonic")
+    def _run_length(self, units: Any, share: int) -> Any:
+        """Units taken at once. The word before the counter holds the number of threads."""
+        b = self.b
+        threads = self.load(self.at(self.command, -8), I64, 8)
+        run = b.sdiv(units, b.mul(threads, self.i64(share)))
+        run = b.select(b.icmp_signed("<", run, self.i64(1)), self.i64(1), run)
+        return b.select(b.icmp_signed(">", run, self.i64(_LONGEST)), self.i64(_LONGEST), run)
+
+    def _take(self, run: Any) -> Any:
+        return self.b.atomic_rmw("add", self.function.args[0], run, "monotonic")
 
     def prefetch(self, address: Any) -> None:
         """Ask for the cache line of an address, which need not exist, into the second level."""

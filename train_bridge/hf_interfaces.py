@@ -150,7 +150,7 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         violations.append("is_causal=False: only causal attention is served")
-    for name, what in (("softcap", "soft cap"), ("s_aux", "attention sink"), ("sinks", "sink")):
+    for name, what in (("softcap", "soft cap"), ("s_aux", "sink"), ("sinks", "sink")):
         if kwargs.get(name) is not None:
             violations.append(f"{name}: no program computes a {what}")
     if violations:

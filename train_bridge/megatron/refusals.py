@@ -30,7 +30,20 @@ _OFF = (
     ("fp32_residual_connection", "the residual sum is rounded to bf16, as in the engine"),
     ("apply_residual_connection_post_layernorm", "the residual is taken before the norm"),
     ("fused_residual_rmsnorm", "the layer adds the residual itself"),
+    ("fp16", "weights and activations are bf16"),
+    ("quant_recipe", "no quantized program is in this contract"),
+    ("activation_func_fp8_input_store", "no FP8 program is in this contract"),
+    ("window_attn_skip_freq", "all layers see one window"),
     ("multi_latent_attention", "no program serves it here"),
+    ("experimental_attention_variant", "no program serves it here"),
+    ("linear_attention_freq", "no program serves it here"),
+    ("is_hybrid_model", "every layer has attention and an MLP"),
+    ("heterogeneous_block_specs", "all layers have one shape"),
+    ("mrope_section", "positions are of text alone"),
+    ("use_kitchen", "it replaces linears and attention"),
+    ("use_kitchen_attention", "it replaces attention"),
+    ("flash_decode", "it replaces attention"),
+    ("hybrid_context_parallel", "attention over CP ranks is not bridged yet"),
     ("attention_output_gate", "no program serves it here"),
     ("qk_l2_norm", "no program serves it here"),
     ("qk_clip", "it changes weights between forward and update"),
@@ -64,6 +77,10 @@ _MOE_OFF = (
     ("moe_expert_capacity_factor", "no token is dropped"),
     ("moe_expert_rank_capacity_factor", "no token is dropped"),
     ("moe_shared_expert_intermediate_size", "no program serves it here"),
+    ("moe_pad_expert_input_to_capacity", "padding is never computed"),
+    ("moe_router_padding_for_quantization", "padding is never computed"),
+    ("moe_router_padding_for_fp8", "padding is never computed"),
+    ("moe_router_topk_limited_devices", "experts are chosen by score alone"),
     ("moe_latent_size", "no program serves it here"),
     ("moe_apply_probs_on_input", "weights multiply after the down projection"),
     ("moe_mlp_glu_interleave_size", "gate and up are stacked"),
@@ -99,6 +116,8 @@ def config_violations(config: TransformerConfig) -> list[str]:
         found.append(f"normalization={config.normalization!r}: set it to 'RMSNorm'")
     if not config.gated_linear_unit or config.activation_func is not F.silu:
         found.append("the MLP must be SwiGLU: gated_linear_unit=True, activation_func=F.silu")
+    if config.softmax_type != "vanilla":
+        found.append(f"softmax_type={config.softmax_type!r}: no program computes an attention sink")
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
         found.append(f"cuda_graph_impl={config.cuda_graph_impl!r}: not tried; set it to 'none'")
     if config.num_moe_experts:
@@ -140,6 +159,11 @@ def disagreements(config: TransformerConfig, facts: ModelFacts, hf_config: Any) 
         ("qk_layernorm", bool(config.qk_layernorm), facts.qk_norm),
         ("num_moe_experts", config.num_moe_experts or 0, dict(facts.moe).get("num_experts", 0)),
     )
+    if config.window_size is not None:
+        # Keys to the left; Hugging Face counts the query itself, too, and is what we read.
+        left = None if config.window_size[0] < 0 else config.window_size[0]
+        window = None if facts.sliding_window is None else facts.sliding_window - 1
+        pairs += (("window_size", left, window),)
     if facts.moe and config.num_moe_experts:
         pairs += _moe_pairs(config, facts)
     return [

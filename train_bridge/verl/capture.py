@@ -43,10 +43,11 @@ class CapturedSample:
 
     def report(self) -> MismatchReport:
         """Compare this sample's two log-probs again."""
-        ids = self.input_ids[-self.response_mask.numel() :]
-        return compare_logprobs(
-            self.rollout_log_probs, self.old_log_probs, self.response_mask, token_ids=ids
-        )
+        ids = self.input_ids[self.input_ids.numel() - self.response_mask.numel() :]
+        # As rows, which may differ in length: where the engine gave too few log-probs, say.
+        columns = (self.rollout_log_probs, self.old_log_probs, self.response_mask, ids)
+        rollout, old, mask, token_ids = ([column] for column in columns)
+        return compare_logprobs(rollout, old, mask, token_ids=token_ids)
 
 
 _FIELDS = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from consistent_kernels.errors import ConfigurationError, LogprobMismatchError
+from consistent_kernels.errors import ConfigurationError, LogprobMismatchError, invalid
 from consistent_kernels.protocol import MismatchReport, compare_logprobs
 from train_bridge.verl.capture import Capture, CapturedSample, write_capture
 
@@ -90,14 +90,45 @@ def compare_step(
         keys: verl's names of the samples.
         fields: jagged (or dense) tensors by name, `FIELDS` of them.
         padding: samples that verl repeated to fill a batch; they are left out.
+
+    Raises:
+        InvalidInputError: a field is missing, holds another number of samples, or has a length
+            that is not the response's. Too few rollout log-probs are a mismatch instead.
     """
     kept = [number for number, is_padding in enumerate(padding) if not is_padding]
     rows = {}
     for name in FIELDS:
+        if name not in fields:
+            raise invalid(
+                "compare_step",
+                name,
+                "in verl's batch",
+                f"only {sorted(fields.keys())}",
+                "Set actor_rollout_ref.rollout.calculate_log_probs=true",
+            )
         every = fields[name].unbind()
+        if len(every) != len(keys):
+            raise invalid("compare_step", name, f"{len(keys)} samples", f"{len(every)}")
         rows[name] = [every[number] for number in kept]
+    for place, number in enumerate(kept):
+        _check_boundary(keys[number], {name: rows[name][place] for name in FIELDS})
     found = _compare(rows, range(len(kept)))
     return StepComparison([keys[number] for number in kept], rows, found)
+
+
+def _check_boundary(key: str, row: Mapping[str, torch.Tensor]) -> None:
+    """A mask or log-probs of another length than the response would compare other tokens."""
+    lengths = {name: row[name].shape[-1] for name in FIELDS}
+    response = lengths["responses"]
+    equal = all(lengths[name] == response for name in ("response_mask", "old_log_probs"))
+    if not equal or lengths["rollout_log_probs"] > response or lengths["input_ids"] < response:
+        raise invalid(
+            "compare_step",
+            f"fields of sample {key}",
+            f"as long as its response, {response} tokens",
+            lengths,
+            "Prompt and response meet at another token; look at the agent loop",
+        )
 
 
 def _compare(

@@ -48,6 +48,20 @@ REFUSED: dict[str, Any] = {
     "add_bias_linear": True,
     "layernorm_zero_centered_gamma": True,
     "fp32_residual_connection": True,
+    "fp16": True,
+    "quant_recipe": "some recipe",
+    "activation_func_fp8_input_store": True,
+    "softmax_type": "off-by-one",
+    "window_attn_skip_freq": 2,
+    "experimental_attention_variant": "dsa",
+    "linear_attention_freq": 4,
+    "is_hybrid_model": True,
+    "heterogeneous_block_specs": True,
+    "mrope_section": [16, 24, 24],
+    "use_kitchen": True,
+    "use_kitchen_attention": True,
+    "flash_decode": True,
+    "hybrid_context_parallel": True,
     "multi_latent_attention": True,
     "attention_output_gate": True,
     "qk_l2_norm": True,
@@ -77,6 +91,10 @@ REFUSED_WITH_EXPERTS: dict[str, Any] = {
     "moe_expert_rank_capacity_factor": 1.0,
     "moe_shared_expert_intermediate_size": 64,
     "moe_latent_size": 64,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_router_padding_for_quantization": True,
+    "moe_router_padding_for_fp8": True,
+    "moe_router_topk_limited_devices": 1,
     "moe_apply_probs_on_input": True,
     "moe_mlp_glu_interleave_size": 32,
     "moe_single_grouped_weight": True,
@@ -149,6 +167,15 @@ def test_one_spec_for_layers_of_two_kinds_is_refused(experts: torch.nn.Module) -
         get_gpt_layer_vllm_spec(config)
     config.moe_layer_freq = 1
     assert get_gpt_layer_vllm_spec(config).submodules.mlp.func is VllmMoELayer
+
+
+def test_bridge_rejects_another_window(stock: torch.nn.Module) -> None:
+    model = gpt_model(stock.config)
+    model.config.window_size = (16, 0)
+    with pytest.raises(ConfigurationError, match=r"window_size=16, but .* says None"):
+        bridge_gpt_model(model, stock.config)
+    model.config.window_size = (-1, 0)
+    bridge_gpt_model(model, stock.config)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from verl_step import KEYS, flipped, step
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
-from train_bridge.verl.capture import read_capture
+from train_bridge.verl.capture import read_capture, write_capture
 from train_bridge.verl.comparison import MismatchPolicy, capture_of, compare_step, react
 from vllm_consistent.cli.main import app
 
@@ -165,3 +165,79 @@ def test_reaction_names_the_mismatch_where_no_capture_can_be_written(tmp_path: P
 def test_policy_rejects_another_reaction() -> None:
     with pytest.raises(ConfigurationError, match="on_mismatch"):
         MismatchPolicy(on_mismatch="ignore")
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def with_row(name: str, sample: int, row: torch.Tensor) -> dict[str, torch.Tensor]:
+    fields = step()
+    rows = list(fields[name].unbind())
+    rows[sample] = row
+    return fields | {name: jagged(rows)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_comparison_takes_no_equal_bits_for_a_log_prob(value: float) -> None:
+    fields = step()
+    for name in ("rollout_log_probs", "old_log_probs"):
+        fields[name].unbind()[0][1] = value
+    report = compare_step(KEYS, fields, [False] * 3).report
+    assert (report.mismatched_tokens, report.nonfinite_tokens) == (1, 1)
+
+
+def test_comparison_tells_minus_zero_from_zero() -> None:
+    fields = step()
+    fields["rollout_log_probs"].unbind()[0][1] = 0.0
+    fields["old_log_probs"].unbind()[0][1] = -0.0
+    report = compare_step(KEYS, fields, [False] * 3).report
+    assert report.mismatched_tokens == 1
+    assert (report.first.rollout_bits, report.first.train_bits) == ("0x00000000", "0x80000000")
+
+
+def test_a_missing_rollout_log_prob_is_a_mismatch_that_can_be_inspected(tmp_path: Path) -> None:
+    fields = step()
+    kept = fields["rollout_log_probs"].unbind()[1][:1]
+    fields = with_row("rollout_log_probs", 1, kept)
+    found = compare_step(KEYS, fields, [False] * 3)
+    assert found.report.first.rollout_bits == "missing"
+    capture = capture_of(found, 1, 8, sampling={}, weights={}, contract={})
+    (sample,) = read_capture(write_capture(tmp_path / "c", capture)).samples
+    assert sample.report().nonfinite_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("rollout_log_probs", torch.full((4,), -0.5)),
+        ("old_log_probs", torch.full((1,), -0.5)),
+        ("response_mask", torch.ones(1, dtype=torch.int64)),
+        ("response_mask", torch.ones(3, dtype=torch.int64)),
+        ("responses", torch.ones(3, dtype=torch.int64)),
+    ],
+)
+def test_comparison_rejects_a_row_that_ends_elsewhere(name: str, row: torch.Tensor) -> None:
+    with pytest.raises(InvalidInputError, match=r"a_1_0.*[23] tokens"):
+        compare_step(KEYS, with_row(name, 1, row), [False] * 3)
+
+
+def test_comparison_rejects_a_missing_field_and_a_missing_sample() -> None:
+    fields = step()
+    short = jagged(list(fields["rollout_log_probs"].unbind())[:2])
+    with pytest.raises(InvalidInputError, match="rollout_log_probs must be 3 samples, got 2"):
+        compare_step(KEYS, fields | {"rollout_log_probs": short}, [False] * 3)
+    del fields["rollout_log_probs"]
+    with pytest.raises(InvalidInputError, match="calculate_log_probs=true"):
+        compare_step(KEYS, fields, [False] * 3)
+
+
+def test_a_step_without_sampled_tokens_is_no_pass(tmp_path: Path) -> None:
+    fields = step()
+    masks = jagged([torch.zeros_like(mask) for mask in fields["response_mask"].unbind()])
+    found = compare_step(KEYS, fields | {"response_mask": masks}, [False] * 3)
+    assert not found.report.bitwise_equal
+    capture = capture_of(found, 1, 8, sampling={}, weights={}, contract={})
+    assert "no token was compared" in str(
+        react(found, MismatchPolicy(capture_dir=str(tmp_path)), capture)
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError, UnsupportedError
+from vllm_consistent.cli.doctor.compose import shipped
 
 _COUNTS = (
     "trainer.nnodes",
@@ -83,7 +84,8 @@ def compose_recipe(config: str, overrides: list[str], command: str = "plan") -> 
     """Compose a recipe with hydra.
 
     Args:
-        config: a recipe's folder (holding <name>.yaml), or a yaml file.
+        config: a recipe's folder (holding <name>.yaml), a yaml file, or the name of a shipped
+            configuration.
         overrides: KEY=VALUE, as on verl's command line.
         command: who asks, for the messages.
 
@@ -104,6 +106,8 @@ def compose_recipe(config: str, overrides: list[str], command: str = "plan") -> 
         ) from error
     path = Path(config).expanduser()
     file = path / f"{path.resolve().name}.yaml" if path.is_dir() else path
+    if not file.exists():
+        file = shipped().get(config, file)
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         raise InvalidInputError(
             f"{command}: CONFIG must be a recipe's folder or a yaml file, got {config!r}"

@@ -292,8 +292,7 @@ def run(*args: str) -> tuple[int, str]:
 )
 def test_shipped_recipes_fit(name: str, gpu: str) -> None:
     pytest.importorskip("verl", reason="needs the verl extra")
-    overrides = [f"actor_rollout_ref.model.path={SMOL}"] if name.startswith("smollm2") else []
-    code, text = run(str(RECIPES / name), *overrides, "--gpu", gpu, "--json")
+    code, text = run(str(RECIPES / name), "--gpu", gpu, "--json")
     data = json.loads(text)
     assert code == 0, data["problems"]
     assert data["fits"]
@@ -304,11 +303,12 @@ def test_shipped_recipes_fit(name: str, gpu: str) -> None:
 @pytest.mark.verl
 def test_shipped_megatron_configuration_is_estimated() -> None:
     pytest.importorskip("verl", reason="needs the verl extra")
-    from verl_configs import SHIPPED
-
-    path = SHIPPED["true_on_policy_grpo_megatron"]
     code, text = run(
-        str(path), f"actor_rollout_ref.model.path={QWEN}", "--gpu-gib", "160", "--json"
+        "true_on_policy_grpo_megatron",
+        f"actor_rollout_ref.model.path={QWEN}",
+        "--gpu-gib",
+        "160",
+        "--json",
     )
     data = json.loads(text)
     assert code == 0, data["problems"]

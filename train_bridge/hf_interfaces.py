@@ -90,6 +90,7 @@ _last: list[_Layout] = []
 """The latest batch: all layers of a model are called with the same mask and positions."""
 
 
+@torch.compiler.disable  # Dynamo would trace into plans and compiled kernels, and fails there
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -225,6 +226,7 @@ def _borders(starts: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat((starts, starts.new_full((1,), count))).int()
 
 
+@torch.compiler.disable  # Dynamo would trace into plans and compiled kernels, and fails there
 def experts_forward(
     module: nn.Module,
     hidden_states: torch.Tensor,

@@ -172,6 +172,23 @@ def test_named_attention_grad_equals_bridged(
         assert_bitwise_equal(rows(leaf.grad), expected.grad, name)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_named_functions_run_under_compile(family: str, make_stock: Callable) -> None:
+    """Dynamo leaves both out, as it cannot trace plans; the graph around them is compiled."""
+    register_hf_interfaces()
+    model = make_stock(family, device="cpu").to(torch.bfloat16)
+    model.set_attn_implementation(NAME)
+    if family == "qwen3_moe":
+        model.set_experts_implementation(NAME)
+    ids = torch.arange(24).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        plain = model(input_ids=ids, attention_mask=mask).logits
+        compiled = torch.compile(model, backend="eager")(input_ids=ids, attention_mask=mask).logits
+    assert_bitwise_equal(compiled, plain)
+
+
 def make_qkv(length: int = 8) -> list[torch.Tensor]:
     return [torch.randn(2, heads, length, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
 

@@ -116,6 +116,9 @@ def read_capture(folder: Path) -> Capture:
         head = json.loads((folder / _JSON).read_text())
         tensors = load_file(folder / _TENSORS)
         head["report"]["mismatched_tokens"], head["report"]["num_tokens"]
+        for name in ("sampling", "weights", "contract"):
+            if not isinstance(head[name], dict):
+                raise TypeError(f"{name} is no mapping")
         samples = [
             CapturedSample(**entry, **{name: tensors[f"{number}/{name}"] for name in _FIELDS})
             for number, entry in enumerate(head.pop("samples"))

@@ -152,6 +152,20 @@ def test_capture_rejects_a_damaged_folder(tmp_path: Path, file: str, content: by
     assert "FOLDER must be a whole capture" in shown.output
 
 
+@pytest.mark.parametrize("name", ["sampling", "weights", "contract", "report"])
+@pytest.mark.parametrize("value", [None, [1], "text"])
+def test_capture_rejects_a_head_of_other_types(tmp_path: Path, name: str, value: Any) -> None:
+    fields = step()
+    flipped(fields, 1, 0)
+    found, kept = capture(fields)
+    react(found, MismatchPolicy(capture_dir=str(tmp_path)), kept)
+    file = tmp_path / "step_000012" / "capture.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    shown = CliRunner().invoke(app, ["capture", str(file.parent)])
+    assert shown.exit_code == 2
+    assert "FOLDER must be a whole capture" in shown.output
+
+
 def test_reaction_names_the_mismatch_where_no_capture_can_be_written(tmp_path: Path) -> None:
     fields = step()
     flipped(fields, 1, 1)

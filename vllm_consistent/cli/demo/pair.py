@@ -34,6 +34,10 @@ from vllm_consistent.cli.demo.run import Backends
 LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 1.0
 _MICRO_BATCH_TOKENS = 512
+_CPU_BLOCK = 16
+"""Tokens of a KV page on a CPU: the samples of a prompt share its full pages, and prompts are
+shorter than vLLM's default there, 128, which stock keeps. Our attention reads all sizes alike."""
+
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -43,7 +47,8 @@ class LiveEngine:
     def __init__(self, model: Path, arguments: dict[str, Any], contract: Contract) -> None:
         from vllm_consistent.integrations.engine import ConsistentEngine
 
-        self.engine = ConsistentEngine(str(model), contract=contract, **arguments)
+        pages = {} if torch.cuda.is_available() else {"block_size": _CPU_BLOCK}
+        self.engine = ConsistentEngine(str(model), contract=contract, **arguments, **pages)
 
     def sample(self, prompt_ids: list[list[int]], plan: SamplingPlan) -> Rollout:
         """Sample with log-probs."""

@@ -38,7 +38,7 @@ lint: $(STAMP)
 
 lock: $(UV)
 	$(UV) pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-annotate \
-	  --python-version 3.12 --extra cpu --extra dev --extra verl --extra megatron --custom-compile-command "make lock" \
+	  --python-version 3.12 --extra cpu --extra dev --extra verl-core --extra megatron --custom-compile-command "make lock" \
 	  pyproject.toml --output-file locks/cpu.txt
 
 clean:

@@ -270,7 +270,7 @@ def main() -> int:
     overrides = [
         f"data.train_files={data['train']}",
         f"data.val_files={data['val']}",
-        f"actor_rollout_ref.model.path={args.model or model_folder(out)}",
+        f"actor_rollout_ref.model.path={args.model.resolve() if args.model else model_folder(out)}",
         f"reward.custom_reward_function.path={HERE / 'reward.py'}",
         f"trainer.total_training_steps={args.steps}",
         f"trainer.default_local_dir={out / 'checkpoints'}",

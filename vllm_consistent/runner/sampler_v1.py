@@ -33,16 +33,16 @@ class ConsistentSampler(Sampler):
         """logits [T, V] fp32 -> one token a row, with log-probs where asked for."""
         if predict_bonus_token or logprobs_mode_override is not None:
             raise UnsupportedError("sampler", "speculative decoding", ["plain decoding"])
-        drawn = self._drawn_and_scored(logits, sampling_metadata)
-        if drawn is not None:
-            ids = drawn.ids.to(torch.int32).unsqueeze(-1)
-            tensors = LogprobsTensors(ids, drawn.logprob.unsqueeze(-1), drawn.rank)
-            return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=tensors)
-        partials = None
-        if self.impl == "llvm" and not sampling_metadata.all_greedy:
-            partials = shared_partials(logits, sampling_metadata.temperature)
-        sampled = self._draw(logits, sampling_metadata, partials)
+        masked = self._masked(logits, sampling_metadata)
         top = sampling_metadata.max_num_logprobs
+        # One distribution is drawn from and scored, so the vocabulary is read once for both.
+        is_shared = self.impl == "llvm" and masked is logits
+        if is_shared and sampling_metadata.all_random and top == 0:
+            return self._drawn_and_scored(logits, sampling_metadata)
+        partials = None
+        if is_shared and not sampling_metadata.all_greedy:
+            partials = shared_partials(logits, sampling_metadata.temperature)
+        sampled = self._draw(masked, sampling_metadata, partials)
         tensors = None
         if top is not None:
             temperature = sampling_metadata.temperature
@@ -54,26 +54,24 @@ class ConsistentSampler(Sampler):
             sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=tensors
         )
 
-    def _drawn_and_scored(self, logits: torch.Tensor, metadata: Any) -> Any | None:
-        """Return what `draw_llvm.draw_and_score` gives, or None where something else is asked."""
-        plain = self.impl == "llvm" and metadata.all_random and metadata.max_num_logprobs == 0
-        if not plain or self._masked(logits, metadata) is not logits:
-            return None
+    def _drawn_and_scored(self, logits: torch.Tensor, metadata: Any) -> SamplerOutput:
+        """Draw and score the drawn token in one kernel, where no other candidate is asked for."""
         from consistent_kernels.token_logprobs.draw_llvm import draw_and_score
 
         uniform = self._uniform(logits, metadata)
-        return draw_and_score(logits, metadata.temperature.float(), uniform)
+        drawn = draw_and_score(logits, metadata.temperature.float(), uniform)
+        ids = drawn.ids.to(torch.int32).unsqueeze(-1)
+        tensors = LogprobsTensors(ids, drawn.logprob.unsqueeze(-1), drawn.rank)
+        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=tensors)
 
     def _draw(
         self, logits: torch.Tensor, metadata: Any, partials: torch.Tensor | None
     ) -> torch.Tensor:
-        masked = self._masked(logits, metadata)
-        greedy = None if metadata.all_random else masked.argmax(-1)
+        greedy = None if metadata.all_random else logits.argmax(-1)
         if metadata.all_greedy:
             return greedy
-        uniform = self._uniform(masked, metadata)
-        partials = partials if masked is logits else None
-        drawn = draw_tokens(masked, metadata.temperature, uniform, partials)
+        uniform = self._uniform(logits, metadata)
+        drawn = draw_tokens(logits, metadata.temperature, uniform, partials)
         if greedy is None:
             return drawn
         return torch.where(metadata.temperature > 0, drawn, greedy)

@@ -94,9 +94,7 @@ def _vocabulary(folder: Path, facts: ModelFacts) -> Iterator[Violation]:
 def _positions(view: View, config: Any) -> Iterator[Violation]:
     # With rope scaling the table is longer than max_position_embeddings.
     limit = RopeParameters.from_hf_config(config).max_position
-    rollout = "actor_rollout_ref.rollout"
-    lengths = view.integers(f"{rollout}.prompt_length", f"{rollout}.response_length")
-    longest = view.get(f"{rollout}.max_model_len") or (sum(lengths) if lengths else 0)
+    longest = view.get("actor_rollout_ref.rollout.max_model_len") or view.longest_sequence
     if isinstance(longest, int) and longest > limit:
         yield Violation(
             "data.max_response_length",

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from train_bridge.verl.preflight.view import Fixed, View, Violation, same
+from train_bridge.verl.preflight.view import Fixed, View, Violation, is_count, same
 
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
@@ -119,10 +119,8 @@ def _judged(allowed: tuple[Any, ...], why: str, key: str, value: Any) -> Iterato
 
 
 def _length(view: View, key: str, value: Any) -> Iterator[Violation]:
-    rollout = "actor_rollout_ref.rollout"
-    lengths = view.integers(f"{rollout}.prompt_length", f"{rollout}.response_length")
-    longest = sum(lengths) if lengths else 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < longest:
+    longest = view.longest_sequence
+    if not is_count(value, longest):
         why = "prompts and responses do not fit, so responses are cut"
         yield Violation(key, value, why, f"{longest}, or null")
 

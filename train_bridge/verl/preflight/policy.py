@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from train_bridge.verl.comparison import ABORT, WARN, MismatchPolicy
-from train_bridge.verl.preflight.view import View, Violation
+from train_bridge.verl.preflight.view import View, Violation, is_count
 
 _SECTION = "true_on_policy"
 _WRITTEN = "captures are written there"
@@ -35,7 +35,7 @@ def violations(view: View) -> Iterator[Violation]:
     if not isinstance(value, str) or not value.strip():
         yield Violation(key, value, _WRITTEN, "a folder")
     key, value = given("capture_samples")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value):
         yield Violation(key, value, "so many samples are kept", "an integer of at least 1")
     key, value = given("contract_digest")
     if value is not None and not isinstance(value, str):

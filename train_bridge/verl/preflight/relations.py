@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from consistent_kernels.protocol.temperature import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
     is_shared_temperature,
 )
-from train_bridge.verl.preflight.view import SECTIONS, View, Violation, same
+from train_bridge.verl.preflight.view import (
+    SECTIONS,
+    View,
+    Violation,
+    is_count,
+    is_integer,
+    same,
+)
 
 EXTENSION = "vllm_consistent.integrations.verl.ConsistentColocateWorkerExtension"
 ENGINE_CONFIGS = {
@@ -58,11 +64,11 @@ def violations(view: View) -> Iterator[Violation]:
 def _one_update(view: View) -> Iterator[Violation]:
     key = "actor_rollout_ref.actor.ppo_mini_batch_size"
     mini, batch = view.value(key), view.value("data.train_batch_size")
-    if not _is_count(batch):
+    if not is_count(batch):
         yield Violation(
             "data.train_batch_size", batch, "prompts of one step", "an integer of at least 1"
         )
-    elif not _is_count(mini) or mini != batch:
+    elif not is_count(mini) or mini != batch:
         yield Violation(
             key,
             mini,
@@ -82,14 +88,10 @@ def _one_update(view: View) -> Iterator[Violation]:
         )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _samples(view: View) -> Iterator[Violation]:
     key = f"{_ROLLOUT}.n"
     value = view.value(key, 1)
-    if not _is_count(value):
+    if not is_count(value):
         yield Violation(key, value, "samples of one prompt", "an integer of at least 1")
 
 
@@ -120,22 +122,21 @@ def _greedy_baseline(view: View) -> Iterator[Violation]:
 def _seed(view: View) -> Iterator[Violation]:
     key = f"{_ROLLOUT}.seed"
     value = view.value(key, 42)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_integer(value):
         yield Violation(key, value, "a capture could not name the sampling state", "an integer")
 
 
 def _lengths(view: View) -> Iterator[Violation]:
     for key in ("data.max_prompt_length", "data.max_response_length"):
         value = view.value(key, 1)
-        if not _is_count(value):
+        if not is_count(value):
             yield Violation(key, value, "it bounds a sequence", "an integer of at least 1")
     key = f"{_ROLLOUT}.max_model_len"
     limit = view.get(key)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+    if limit is not None and not is_integer(limit):
         yield Violation(key, limit, "it bounds a sequence", "an integer, or null")
         return
-    lengths = view.integers(f"{_ROLLOUT}.prompt_length", f"{_ROLLOUT}.response_length")
-    longest = sum(lengths) if lengths else 0
+    longest = view.longest_sequence
     if limit is not None and limit < longest:
         yield Violation(
             key, limit, "prompts and responses do not fit, so responses are cut", f"{longest}"

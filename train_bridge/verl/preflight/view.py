@@ -73,6 +73,16 @@ def same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is a whole number in a configuration, where True is not 1."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Return whether a value is an integer of at least `least`."""
+    return is_integer(value) and value >= least
+
+
 class _Absent:
     def __repr__(self) -> str:
         return "<absent>"
@@ -109,8 +119,13 @@ class View:
     def integers(self, *keys: str) -> list[int] | None:
         """Return the values of `keys`; None where one is no integer (a rule of its own says so)."""
         values = [self.get(key, 0) for key in keys]
-        whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-        return values if whole else None
+        return values if all(map(is_integer, values)) else None
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and response together; 0 where one is no integer."""
+        rollout = "actor_rollout_ref.rollout"
+        return sum(self.integers(f"{rollout}.prompt_length", f"{rollout}.response_length") or ())
 
     def mapping(self, key: str) -> dict[str, Any]:
         """Return a section as a dict, {} where it is absent."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from child_process import run_python
 
 
 def output_interpreted(source: str, *, timeout: float | None = None) -> str:
@@ -14,17 +12,6 @@ def output_interpreted(source: str, *, timeout: float | None = None) -> str:
         source: Python; modules are found as in this process.
         timeout: seconds, or None.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = run_python("-c", source, timeout=timeout, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return done.stdout

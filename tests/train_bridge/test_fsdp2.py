@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import fsdp2_rank
 import pytest
 import torch
 import torch.distributed as dist
+from child_process import environment
 from fsdp2_rank import IDS, TEMPERATURE, shard, two_steps
 
 from consistent_kernels.errors import ConfigurationError, InvalidInputError, StaleWeightsError
@@ -133,14 +133,10 @@ def test_two_ranks_equal_one_process(make_bridged: Callable, tmp_path: Path) -> 
     plain = make_bridged("qwen3", torch.float32)
     with torch.no_grad():
         expected = token_logprobs(plain, IDS, temperature=TEMPERATURE).log_probs
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
     ranks = [
         subprocess.Popen(
             [sys.executable, fsdp2_rank.__file__, str(rank), str(tmp_path)],
-            env=environment,
+            env=environment(OMP_NUM_THREADS="1"),
             stderr=subprocess.PIPE,
             text=True,
         )

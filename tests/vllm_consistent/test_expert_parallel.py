@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import expert_parallel_layers as layers
 import pytest
 import torch
+from child_process import run_python
 
 from consistent_kernels.experts import experts, prepare_expert_weight
 from consistent_kernels.protocol.weights import WeightReceipt, state_digest
@@ -27,18 +25,7 @@ def checkpoint(checkpoints: Callable[[str], Path]) -> str:
 def results(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each rank wrote, by file name."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, str(Path(layers.__file__)), checkpoint, str(folder)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_python(layers.__file__, checkpoint, folder, timeout=300, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-4000:]
     return {file.stem: torch.load(file, weights_only=False) for file in folder.glob("*.pt")}
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import expert_parallel_ranks as ranks
 import pytest
 import torch
+from child_process import run_python
 from expert_cases import Shape, masters, routing
 
 from consistent_kernels.errors import ConsistencyError, InvalidInputError, UnsupportedError
@@ -46,17 +43,7 @@ def run(
     """(device, {ranks of a group: what each rank of all such groups computed})."""
     device, world = request.param
     folder = tmp_path_factory.mktemp(device)
-    done = subprocess.run(
-        [sys.executable, str(Path(ranks.__file__)), str(folder), device, str(world)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(ranks.__file__, folder, device, str(world), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     kept = [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
     return device, {size: [rank[size] for rank in kept] for size in kept[0]}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from verl_step import KEYS, flipped, step
 
 from consistent_kernels.errors import ContractMismatchError, LogprobMismatchError
@@ -21,21 +19,14 @@ pytestmark = pytest.mark.verl
 
 
 def test_main_refuses_before_ray_starts(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "train_bridge.verl.main_ppo",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-            "actor_rollout_ref.rollout.top_p=0.9",
-            "actor_rollout_ref.model.path=/no/model",
-            "data.train_files=/no/train.parquet",
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    done = run_python(
+        "-m",
+        "train_bridge.verl.main_ppo",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.top_p=0.9",
+        "actor_rollout_ref.model.path=/no/model",
+        "data.train_files=/no/train.parquet",
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert "5 reason(s)" in done.stderr

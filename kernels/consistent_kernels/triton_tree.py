@@ -23,6 +23,20 @@ def halving_tree_sum(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def halving_tree_sum_by_pairs(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """`halving_tree_sum` with the same additions, compiled to shuffles; returns a scalar.
+
+    A `tl.sum` of two values has one order. Where a level needs data of other threads, the form with
+    `tl.split` lets the compiler give every thread all values (512 columns on four warps: 128
+    16-byte loads from shared memory and 511 additions in each thread); this form does not.
+    """
+    total = values
+    for level in tl.static_range(LEVELS):
+        total = tl.sum(tl.reshape(total, (2, SIZE >> (level + 1))), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def halving_tree_columns(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
     """Sum a [ROWS, COLUMNS] block over COLUMNS = 2**LEVELS as above; returns [ROWS]."""
     total = values

@@ -14,11 +14,12 @@ from benchmarks.ops.relations import check_rows
 from consistent_kernels.compressor import (
     CompressorParameters,
     compress,
+    compress_to_cache,
     paged_windows,
     write_compressor_state,
 )
 from consistent_kernels.compressor.spec import IMPLEMENTATIONS
-from consistent_kernels.kv_cache_fp8 import INDEXER, V4, KVLayout, new_cache, write_kv_fp8
+from consistent_kernels.kv_cache_fp8 import INDEXER, V4, KVLayout, new_cache
 from consistent_kernels.rotary import RopeParameters, rope_tables
 from consistent_kernels.testing import norm_weight
 
@@ -27,9 +28,8 @@ _BLOCK = 64
 _FORMS = (("csa", 4, 512), ("hca", 128, 512), ("index", 4, 128))
 _NO_CPU = "vLLM has no such kernel on a CPU"
 _REASON = (
-    "stock writes the entry to its FP8 cache inside the kernel; ours is three launches (state, "
-    "entry, cache). Stock on CUDA takes a CUTLASS DSL form of the 512-column kernel where that "
-    "package is installed; timed is its Triton form"
+    "stock on CUDA takes a CUTLASS DSL form of the 512-column kernel where that package is "
+    "installed; timed is its Triton form"
 )
 
 
@@ -59,8 +59,10 @@ class Step:
         write_compressor_state(
             self.kv_score, self.bias, self.positions, self.state, self.slots, impl=impl
         )
-        entries = self.entries(impl)
-        write_kv_fp8(entries, self.cache, self.entry_slots, layout=self.layout, impl=impl)
+        compress_to_cache(
+            self.state, self.rows, self.first, self.weight, self.cache, self.entry_slots,
+            rope=self.rope, params=self.params, layout=self.layout, impl=impl,
+        )  # fmt: skip
 
     def entries(self, impl: str, part: slice = slice(None)) -> torch.Tensor:
         """The entries of some tokens, bf16."""

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 import torch
 
 from consistent_kernels.blocks.parameters import BlockPrograms
-from consistent_kernels.compressor import CompressorParameters, compress, compressor_state
+from consistent_kernels.compressor import (
+    CompressorParameters,
+    compress,
+    compress_to_cache,
+    compressor_state,
+)
 from consistent_kernels.errors import invalid
 from consistent_kernels.grouped_linear import grouped_linear
 from consistent_kernels.interleaved_rotary import interleaved_rotary
+from consistent_kernels.kv_cache_fp8 import KVLayout
 from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.rms_norm import rms_norm
 from consistent_kernels.rotary import RopeParameters, rotary
@@ -139,6 +145,25 @@ class BlockOps:
         return compress(
             state, rows, positions, self.rounded(f"{name}_norm"), rope=rope, params=params,
             dtype=self.dtype, impl=self.programs.other,
+        )  # fmt: skip
+
+    def compress_to_cache(
+        self,
+        state: torch.Tensor,
+        name: str,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        rope: RopeParameters,
+        params: CompressorParameters,
+        layout: KVLayout,
+    ) -> None:
+        """Entries of the compressor of that name, stored in their FP8 cache."""
+        weight = self.rounded(f"{name}_norm")
+        compress_to_cache(
+            state, rows, positions, weight, cache, slots, rope=rope, params=params, layout=layout,
+            impl=self.programs.other,
         )  # fmt: skip
 
     def sparse_attention(

@@ -130,10 +130,12 @@ class _PagedCompressor:
         rows = torch.where((batch.slots >= 0).unsqueeze(1), rows, -1)
         entry = batch.positions // params.ratio
         rope = block.head_rope if self.layout is V4 else block.index_rope
-        entries = ops.compress(self.state, self.name, rows, entry * params.ratio, rope, params)
         closes = (batch.positions + 1) % params.ratio == 0
         slots = batch.slots_of(entry, closes)
-        write_kv_fp8(entries, self.cache, slots, layout=self.layout, impl=other)
+        ops.compress_to_cache(
+            self.state, self.name, rows, entry * params.ratio, self.cache, slots, rope, params,
+            self.layout,
+        )  # fmt: skip
 
 
 class PagedV4Attention:

@@ -3,6 +3,7 @@
 from consistent_kernels.compressor.api import (
     compress,
     compress_bwd,
+    compress_to_cache,
     compressor_state,
     compressor_state_bwd,
     write_compressor_state,
@@ -17,6 +18,7 @@ __all__ = [
     "CompressorParameters",
     "compress",
     "compress_bwd",
+    "compress_to_cache",
     "compressor_state",
     "compressor_state_bwd",
     "packed_windows",

@@ -12,7 +12,9 @@ from consistent_kernels.compressor.reference import (
 from consistent_kernels.compressor.spec import IMPLEMENTATIONS
 from consistent_kernels.compressor.windows import CompressorParameters
 from consistent_kernels.counters import count
-from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
+from consistent_kernels.kv_cache_fp8 import INDEXER, LAYOUTS, V4, KVLayout, write_kv_fp8
+from consistent_kernels.kv_cache_fp8.api import check_cache
 from consistent_kernels.rotary.parameters import RopeParameters
 from consistent_kernels.rotary.tables import rope_tables
 
@@ -22,6 +24,11 @@ _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "compress(Tensor state, Tensor rows, Tensor positions, Tensor weight, str rope, int ratio, "
     "bool overlap, float norm_eps, ScalarType dtype, str impl) -> Tensor"
+)
+_LIBRARY.define(
+    "compress_to_cache(Tensor state, Tensor rows, Tensor positions, Tensor weight, "
+    "Tensor(a!) cache, Tensor slots, str rope, int ratio, bool overlap, float norm_eps, "
+    "str layout, str impl) -> ()"
 )
 _LIBRARY.define(
     "compressor_state(Tensor kv_score, Tensor position_bias, Tensor positions, str impl) -> Tensor"
@@ -53,6 +60,35 @@ def _compress(
     from consistent_kernels.compressor.triton import compress_fwd
 
     return compress_fwd(state, rows, positions, weight, *tables, params, dtype)
+
+
+def _compress_to_cache(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    rope: str,
+    ratio: int,
+    overlap: bool,
+    norm_eps: float,
+    layout: str,
+    impl: str,
+) -> None:
+    count("compress_to_cache", impl)
+    params = CompressorParameters(ratio, overlap, weight.shape[0], norm_eps)
+    tables = rope_tables(rope, state.device)
+    if impl == "reference":
+        _check_range(rows, state.shape[0])
+        entries = compress_ref(state, rows, positions, weight, *tables, params, torch.bfloat16)
+        write_kv_fp8(entries, cache, slots, layout=LAYOUTS[layout], impl=impl)
+        return
+    from consistent_kernels.compressor.triton import compress_to_cache_fwd
+
+    compress_to_cache_fwd(
+        state, rows, positions, weight, *tables, cache, slots, params, LAYOUTS[layout]
+    )
 
 
 def _check_range(rows: torch.Tensor, count: int) -> None:
@@ -95,6 +131,7 @@ def _write_compressor_state(
 
 
 _LIBRARY.impl("compress", _compress, "CompositeExplicitAutograd")
+_LIBRARY.impl("compress_to_cache", _compress_to_cache, "CompositeExplicitAutograd")
 _LIBRARY.impl("compressor_state", _compressor_state, "CompositeExplicitAutograd")
 _LIBRARY.impl("write_compressor_state", _write_compressor_state, "CompositeExplicitAutograd")
 
@@ -113,6 +150,24 @@ def _(
     impl: str,
 ) -> torch.Tensor:
     return state.new_empty((rows.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@torch.library.register_fake("consistent_kernels::compress_to_cache", lib=_LIBRARY)
+def _(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    rope: str,
+    ratio: int,
+    overlap: bool,
+    norm_eps: float,
+    layout: str,
+    impl: str,
+) -> None:
+    return None
 
 
 @torch.library.register_fake("consistent_kernels::compressor_state", lib=_LIBRARY)
@@ -291,6 +346,49 @@ def compress(
     return torch.ops.consistent_kernels.compress(
         state, rows, positions, weight, rope.key, params.ratio, params.overlap, params.norm_eps,
         dtype, impl,
+    )  # fmt: skip
+
+
+def compress_to_cache(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    rope: RopeParameters,
+    params: CompressorParameters,
+    layout: KVLayout,
+    impl: str,
+) -> None:
+    """Form bf16 entries and store them in their FP8 cache: `compress`, then `write_kv_fp8`.
+
+    The same bytes as the two calls, by one kernel, for no entry goes through memory.
+
+    Source: vLLM `compress_norm_rope_store_triton`.
+
+    Args:
+        state, rows, positions, weight, rope, params: as in `compress`.
+        cache: [blocks, block_size, token_bytes] uint8, of a layout as wide as head_dim.
+        slots: [E] integers, where each entry goes; an entry of a negative slot is not formed.
+        layout: V4 or INDEXER, in the scale format "ue8m0".
+        impl: "reference" or "triton".
+
+    Raises:
+        InvalidInputError: shape, dtype or layout.
+        UnsupportedError: unknown impl, a layout that is not as wide as head_dim.
+    """
+    op = "compress_to_cache"
+    _check_entries(op, state, rows, positions, weight, rope, params, impl)
+    if layout not in (V4, INDEXER) or layout.width != params.head_dim:
+        given = f"layout {layout.name!r} for entries of {params.head_dim} columns"
+        raise UnsupportedError(op, given, ["v4 for 512 columns", "indexer for 128"])
+    check_cache(op, cache, layout)
+    _check_integers(op, "slots", slots, (rows.shape[0],))
+    torch.ops.consistent_kernels.compress_to_cache(
+        state, rows, positions, weight, cache, slots, rope.key, params.ratio, params.overlap,
+        params.norm_eps, layout.name, impl,
     )  # fmt: skip
 
 

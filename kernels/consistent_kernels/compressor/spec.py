@@ -22,18 +22,34 @@ SPEC = OpSpec(
     },
 )
 
-NUM_WARPS = 4
+COLUMNS_PER_WARP = 128
+"""Triton: a warp's columns, four a thread, so that one thread holds all tokens of its columns.
+
+Warps side by side on other tokens send every level of the trees through shared memory: at 128
+columns on four warps the compiler put whole entries into local memory (4 KB a thread)."""
+
+
+def num_warps(columns: int) -> int:
+    """Return the warps of one program that forms `columns` (a power of two) columns."""
+    return min(max(columns // COLUMNS_PER_WARP, 1), 8)
+
 
 _SCHEDULES = {
     "reference": (("reference.py", "windows.py"), {"tree": "halving"}),
     "triton": (
         ("triton.py", "windows.py"),
-        {"tree": "halving", "num_warps": NUM_WARPS, "contraction": False},
+        {"tree": "halving", "columns_per_warp": COLUMNS_PER_WARP, "contraction": False},
     ),
 }
 _SHARED = {
     "reference": ("tree.py", "rotary/tables.py"),
-    "triton": ("triton_tree.py", "alignment.py", "rotary/tables.py"),
+    "triton": (
+        "triton_tree.py",
+        "alignment.py",
+        "rotary/tables.py",
+        "kv_cache_fp8/triton.py",
+        "kv_cache_fp8/layout.py",
+    ),
 }
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)

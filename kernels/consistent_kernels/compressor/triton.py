@@ -7,10 +7,18 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
-from consistent_kernels.compressor.spec import GROUP, NUM_WARPS
+from consistent_kernels.compressor.spec import GROUP, num_warps
 from consistent_kernels.compressor.windows import CompressorParameters
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.triton_tree import halving_tree_rows, halving_tree_sum
+from consistent_kernels.kv_cache_fp8.layout import KVLayout
+from consistent_kernels.kv_cache_fp8.triton import (
+    check_alignment,
+    slot_address,
+    store_fp8_groups,
+    widen,
+    write_constants,
+)
+from consistent_kernels.triton_tree import halving_tree_rows, halving_tree_sum_by_pairs
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -25,6 +33,97 @@ def _token_offsets(
     row = tl.load(rows_ptr + token)
     series = tl.where(token >= RATIO, D, 0) if OVERLAP else 0
     return tl.multiple_of(tl.maximum(row, 0).to(tl.int64) * (2 * W) + series, 16), row >= 0
+
+
+@triton.jit
+def _load_group(
+    state_ptr, rows_ptr, start, D: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr, GROUP: tl.constexpr, WITH_KV: tl.constexpr,
+):  # fmt: skip
+    """Return (scores [GROUP, D], -inf where no token is; kv [GROUP, D], 0 there)."""
+    offset, exists = _token_offsets(rows_ptr, start, D, W, RATIO, OVERLAP, GROUP)
+    place = state_ptr + offset[:, None] + tl.arange(0, D)[None, :]
+    score = tl.load(place + W, mask=exists[:, None], other=float("-inf"))
+    kv = tl.load(place, mask=exists[:, None], other=0.0) if WITH_KV else score
+    return score, kv
+
+
+@triton.jit
+def _group_sums(
+    score, kv, peak, D: tl.constexpr, GROUP: tl.constexpr, GROUP_LEVELS: tl.constexpr
+):  # fmt: skip
+    """Return (sum of the weights, weighted sum of kv) of a group of tokens, [D] each."""
+    weight = tl.exp(score - peak[None, :])
+    total = halving_tree_rows(weight, GROUP, D, GROUP_LEVELS)
+    return total, halving_tree_rows(kv * weight, GROUP, D, GROUP_LEVELS)
+
+
+@triton.jit
+def _entry(
+    entry,
+    state_ptr,
+    rows_ptr,
+    positions_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    norm_eps,
+    max_position,
+    TOKENS: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """Return one entry, [D] fp32, before its rounding."""
+    column = tl.arange(0, D)
+    entry_rows_ptr = rows_ptr + entry * TOKENS
+    # What the state does not decide is read first: a sum's barrier would hold these loads back.
+    norm = tl.load(weight_ptr + column).to(tl.float32)
+    pair = tl.arange(0, D // 2) - (D // 2 - HALF)
+    position = tl.load(positions_ptr + entry).to(tl.int64)
+    known = (pair >= 0) & (position >= 0) & (position < max_position)
+    cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))
+    sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))
+    lowest = tl.full((D,), LOWEST, tl.float32)
+    if TOKENS == GROUP:
+        score, kv = _load_group(
+            state_ptr, entry_rows_ptr, 0, D, W, RATIO, OVERLAP, GROUP, WITH_KV=True
+        )
+        total, pooled = _group_sums(
+            score, kv, tl.maximum(lowest, tl.max(score, 0)), D, GROUP, GROUP_LEVELS
+        )
+    else:
+        peak = lowest
+        for start in range(0, TOKENS, GROUP):
+            score, _ = _load_group(
+                state_ptr, entry_rows_ptr, start, D, W, RATIO, OVERLAP, GROUP, WITH_KV=False
+            )
+            peak = tl.maximum(peak, tl.max(score, 0))
+        total = tl.zeros((D,), tl.float32)
+        pooled = tl.zeros((D,), tl.float32)
+        for start in range(0, TOKENS, GROUP):
+            score, kv = _load_group(
+                state_ptr, entry_rows_ptr, start, D, W, RATIO, OVERLAP, GROUP, WITH_KV=True
+            )
+            group_total, group_pooled = _group_sums(score, kv, peak, D, GROUP, GROUP_LEVELS)
+            total += group_total
+            pooled += group_pooled
+    pooled = tl.div_rn(pooled, tl.where(total > 0, total, 1.0))
+    squares = halving_tree_sum_by_pairs(pooled * pooled, D, LEVELS)
+    mean = tl.div_rn(tl.full((1,), squares, tl.float32), tl.full((1,), D, tl.float32))
+    rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + norm_eps))
+    normed = pooled * tl.broadcast_to(rstd, (D,)) * norm
+
+    even, odd = tl.split(tl.reshape(normed, (D // 2, 2)))
+    turned_even = tl.where(pair >= 0, even * cos - odd * sin, even)
+    turned_odd = tl.where(pair >= 0, odd * cos + even * sin, odd)
+    # + 0.0: an absent entry is +0, whatever the sign of the weight.
+    return tl.interleave(turned_even, turned_odd) + 0.0
 
 
 @triton.jit(
@@ -51,43 +150,74 @@ def _compress_fwd_kernel(
     LEVELS: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, D)
-    entry_rows_ptr = rows_ptr + entry * TOKENS
-    peak = tl.full((D,), LOWEST, tl.float32)
-    for start in range(0, TOKENS, GROUP):
-        offset, exists = _token_offsets(entry_rows_ptr, start, D, W, RATIO, OVERLAP, GROUP)
-        score = tl.load(
-            state_ptr + offset[:, None] + W + column[None, :],
-            mask=exists[:, None],
-            other=float("-inf"),
-        )
-        peak = tl.maximum(peak, tl.max(score, 0))
-    total = tl.zeros((D,), tl.float32)
-    pooled = tl.zeros((D,), tl.float32)
-    for start in range(0, TOKENS, GROUP):
-        offset, exists = _token_offsets(entry_rows_ptr, start, D, W, RATIO, OVERLAP, GROUP)
-        place = state_ptr + offset[:, None] + column[None, :]
-        score = tl.load(place + W, mask=exists[:, None], other=float("-inf"))
-        kv = tl.load(place, mask=exists[:, None], other=0.0)
-        weight = tl.exp(score - peak[None, :])
-        total += halving_tree_rows(weight, GROUP, D, GROUP_LEVELS)
-        pooled += halving_tree_rows(kv * weight, GROUP, D, GROUP_LEVELS)
-    pooled = tl.div_rn(pooled, tl.where(total > 0, total, 1.0))
-    mean = tl.div_rn(halving_tree_sum(pooled * pooled, D, LEVELS), tl.full((1,), D, tl.float32))
-    rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + norm_eps))
-    normed = pooled * tl.broadcast_to(rstd, (D,)) * tl.load(weight_ptr + column).to(tl.float32)
+    out = _entry(
+        entry, state_ptr, rows_ptr, positions_ptr, weight_ptr, cos_ptr, sin_ptr, norm_eps,
+        max_position, TOKENS, RATIO, OVERLAP, D, W, HALF, GROUP, GROUP_LEVELS, LEVELS,
+    )  # fmt: skip
+    tl.store(out_ptr + entry * D + tl.arange(0, D), out.to(out_ptr.dtype.element_ty))
 
-    even, odd = tl.split(tl.reshape(normed, (D // 2, 2)))
-    pair = tl.arange(0, D // 2) - (D // 2 - HALF)
-    position = tl.load(positions_ptr + entry).to(tl.int64)
-    known = (pair >= 0) & (position >= 0) & (position < max_position)
-    cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))
-    sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))
-    turned_even = tl.where(pair >= 0, even * cos - odd * sin, even)
-    turned_odd = tl.where(pair >= 0, odd * cos + even * sin, odd)
-    # + 0.0: an absent entry is +0, whatever the sign of the weight.
-    out = tl.interleave(turned_even, turned_odd) + 0.0
-    tl.store(out_ptr + entry * D + column, out.to(out_ptr.dtype.element_ty))
+
+@triton.jit(
+    do_not_specialize=["norm_eps", "max_position"],
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
+)
+def _compress_to_cache_kernel(
+    state_ptr,
+    rows_ptr,
+    positions_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    cache_ptr,  # bytes
+    slots_ptr,  # [E]
+    norm_eps,
+    max_position,
+    block_stride,
+    TOKENS: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FP8_VALUES: tl.constexpr,
+    BF16_VALUES: tl.constexpr,
+    QUANT_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOKEN_STEP: tl.constexpr,
+    BF16_AT: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    SCALE_ROOM: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    SCALE_FLOOR_LAST: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + entry).to(tl.int64)
+    if slot >= 0:
+        out = _entry(
+            entry, state_ptr, rows_ptr, positions_ptr, weight_ptr, cos_ptr, sin_ptr, norm_eps,
+            max_position, TOKENS, RATIO, OVERLAP, D, W, HALF, GROUP, GROUP_LEVELS, LEVELS,
+        )  # fmt: skip
+        # The rounding that `compress` ends with and `write_kv_fp8` begins with.
+        kept = out.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        block_ptr, token = slot_address(cache_ptr, slot, block_stride, BLOCK_SIZE)
+        groups = tl.arange(0, GROUPS_PADDED)
+        columns = groups[:, None] * QUANT_GROUP + tl.arange(0, QUANT_GROUP)[None, :]
+        store_fp8_groups(
+            widen(tl.reshape(kept, (GROUPS_PADDED, QUANT_GROUP))), columns, columns < FP8_VALUES,
+            block_ptr, token, QUANT_GROUP, GROUPS, GROUPS_PADDED, TOKEN_STEP, SCALE_STEP, SCALE_AT,
+            SCALE_ROOM, SCALE_BYTES, SCALE_FLOOR_LAST, UE8M0,
+        )  # fmt: skip
+        if BF16_VALUES > 0:
+            column = tl.arange(0, D)
+            rope_ptr = (block_ptr + token * TOKEN_STEP + BF16_AT).to(tl.pointer_type(tl.int16))
+            tl.store(rope_ptr + (column - FP8_VALUES), kept, mask=column >= FP8_VALUES)
 
 
 # One addition an element has the same bits in every form, so this kernel may specialize.
@@ -99,21 +229,40 @@ def _write_state_kernel(
     slots_ptr,  # [T], -1 for none
     cache_ptr,  # [N, 2 W] fp32 contiguous
     stride,
-    ratio,
+    RATIO: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
+    # Before the slot is known: one wait for memory less.
+    column = tl.arange(0, BLOCK)
+    inside = column < W
+    row = tl.load(positions_ptr + token) % RATIO
+    kv = tl.load(kv_score_ptr + token * stride + column, mask=inside)
+    score = tl.load(kv_score_ptr + token * stride + W + column, mask=inside)
     if slot >= 0:
-        column = tl.arange(0, BLOCK)
-        inside = column < W
-        row = tl.load(positions_ptr + token) % ratio
-        kv = tl.load(kv_score_ptr + token * stride + column, mask=inside)
-        score = tl.load(kv_score_ptr + token * stride + W + column, mask=inside)
         bias = tl.load(bias_ptr + row * W + column, mask=inside)
         tl.store(cache_ptr + slot * 2 * W + column, kv, mask=inside)
         tl.store(cache_ptr + slot * 2 * W + W + column, score + bias, mask=inside)
+
+
+def _launch_facts(params: CompressorParameters, half: int) -> dict[str, int]:
+    size, group = params.head_dim, min(GROUP, params.tokens)
+    if size & (size - 1):
+        raise UnsupportedError("compress", f"head_dim {size} by impl 'triton'", ["a power of two"])
+    return {
+        "TOKENS": params.tokens,
+        "RATIO": params.ratio,
+        "OVERLAP": params.overlap,
+        "D": size,
+        "W": params.state_width,
+        "HALF": half,
+        "GROUP": group,
+        "GROUP_LEVELS": group.bit_length() - 1,
+        "LEVELS": size.bit_length() - 1,
+        "num_warps": num_warps(size),
+    }
 
 
 def compress_fwd(
@@ -127,21 +276,39 @@ def compress_fwd(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Launch the kernel; see `compress`."""
-    size, entries = params.head_dim, rows.shape[0]
-    if size & (size - 1):
-        raise UnsupportedError("compress", f"head_dim {size} by impl 'triton'", ["a power of two"])
-    out = torch.empty((entries, size), dtype=dtype, device=state.device)
-    group = min(GROUP, params.tokens)
-    if entries:
-        _compress_fwd_kernel[(entries,)](
+    facts = _launch_facts(params, cos.shape[1])
+    out = torch.empty((rows.shape[0], params.head_dim), dtype=dtype, device=state.device)
+    if rows.shape[0]:
+        _compress_fwd_kernel[(rows.shape[0],)](
             aligned(state), aligned(rows.contiguous()), positions, aligned(weight), cos, sin, out,
-            params.norm_eps, cos.shape[0],
-            TOKENS=params.tokens, RATIO=params.ratio, OVERLAP=params.overlap, D=size,
-            W=params.state_width, HALF=cos.shape[1], GROUP=group,
-            GROUP_LEVELS=group.bit_length() - 1, LEVELS=size.bit_length() - 1,
-            num_warps=NUM_WARPS, enable_fp_fusion=False,
+            params.norm_eps, cos.shape[0], enable_fp_fusion=False, **facts,
         )  # fmt: skip
     return out
+
+
+def compress_to_cache_fwd(
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    params: CompressorParameters,
+    layout: KVLayout,
+) -> None:
+    """Launch the kernel that forms entries and stores them; see `compress_to_cache`."""
+    check_alignment("compress_to_cache", cache)
+    facts = _launch_facts(params, cos.shape[1])
+    quantized = write_constants(layout, cache.shape[1], "ue8m0")
+    quantized["QUANT_GROUP"] = quantized.pop("GROUP")
+    if rows.shape[0]:
+        _compress_to_cache_kernel[(rows.shape[0],)](
+            aligned(state), aligned(rows.contiguous()), positions, aligned(weight), cos, sin, cache,
+            slots, params.norm_eps, cos.shape[0], cache.stride(0), enable_fp_fusion=False,
+            **facts, **quantized,
+        )  # fmt: skip
 
 
 def write_state_fwd(
@@ -152,11 +319,11 @@ def write_state_fwd(
     slots: torch.Tensor,
 ) -> None:
     """Launch the write; see `write_compressor_state`."""
-    tokens, width = kv_score.shape
+    tokens = kv_score.shape[0]
     ratio, half = position_bias.shape
     if tokens:
         rows = aligned_rows(kv_score)
         _write_state_kernel[(tokens,)](
-            rows, position_bias.contiguous(), positions, slots, cache, rows.stride(0), ratio,
-            W=half, BLOCK=triton.next_power_of_2(width // 2), num_warps=NUM_WARPS,
+            rows, position_bias.contiguous(), positions, slots, cache, rows.stride(0),
+            RATIO=ratio, W=half, BLOCK=triton.next_power_of_2(half), num_warps=num_warps(half),
         )  # fmt: skip

@@ -112,7 +112,7 @@ def new_cache(
     return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
-def _check_cache(op: str, cache: torch.Tensor, layout: KVLayout) -> None:
+def check_cache(op: str, cache: torch.Tensor, layout: KVLayout) -> None:
     if cache.dim() != 3 or cache.dtype != torch.uint8 or cache.shape[2] != layout.token_bytes:
         raise invalid(
             op,
@@ -176,7 +176,7 @@ def write_kv_fp8(
     scale_format = scale_format or formats[-1]
     if scale_format not in formats:
         raise UnsupportedError(op, f"scale_format {scale_format!r} for {layout.name}", formats)
-    _check_cache(op, cache, layout)
+    check_cache(op, cache, layout)
     if kv.dim() != 2 or kv.dtype != torch.bfloat16 or kv.shape[1] != layout.width:
         given = f"{kv.dtype} of shape {tuple(kv.shape)}"
         raise invalid(op, "kv", f"bfloat16 of shape [T, {layout.width}]", given)
@@ -232,7 +232,7 @@ def gather_kv_fp8(
     """
     op = "gather_kv_fp8"
     require_implementation(op, impl, IMPLEMENTATIONS)
-    _check_cache(op, cache, layout)
+    check_cache(op, cache, layout)
     _check_places(op, cache, positions, requests, block_table, starts)
     shape = (*positions.shape, layout.width)
     if out is None:
@@ -286,7 +286,7 @@ def gather_indexer_k(
         (k [R, K, 128] float8_e4m3fn, scale [R, K] fp32).
     """
     op = "gather_indexer_k"
-    _check_cache(op, cache, INDEXER)
+    check_cache(op, cache, INDEXER)
     _check_places(op, cache, positions, requests, block_table, starts)
     slots = physical_slots(positions, requests, block_table, starts, cache.shape[1])
     values, scale, _ = read_slots_ref(cache, slots.flatten(), INDEXER)

@@ -23,7 +23,7 @@ GATHER_ROWS = 16
 
 
 @triton.jit
-def _widen(bits16):
+def widen(bits16):
     """bf16 bits (int16) to fp32."""
     return (bits16.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
@@ -44,10 +44,58 @@ def _power_of_two_above(scale):
 
 
 @triton.jit
-def _slot_address(cache_ptr, slot, block_stride, BLOCK_SIZE: tl.constexpr):
+def slot_address(cache_ptr, slot, block_stride, BLOCK_SIZE: tl.constexpr):
     """(first byte of the slot's block, place of its token there)."""
     block = slot // BLOCK_SIZE
     return cache_ptr + block * block_stride, slot - block * BLOCK_SIZE
+
+
+@triton.jit
+def store_fp8_groups(
+    x,  # [GROUPS_PADDED, GROUP] fp32, values of bf16
+    columns,  # [GROUPS_PADDED, GROUP] of x
+    inside,  # which of them are FP8 values
+    block_ptr,
+    token,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOKEN_STEP: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    SCALE_ROOM: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    SCALE_FLOOR_LAST: tl.constexpr,  # V3.2: the floor is on the scale, not on the maximum
+    UE8M0: tl.constexpr,
+):
+    """Quantize a token's groups and store values and scales."""
+    groups = tl.arange(0, GROUPS_PADDED)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax_bits = tl.max(tl.where(magnitude > 0x7F800000, 0, magnitude), axis=1)
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    top = tl.full((GROUPS_PADDED,), _FP8_MAX, tl.float32)
+    if SCALE_FLOOR_LAST:
+        scale = tl.maximum(tl.div_rn(amax, top), _MIN_NORMAL)
+    else:
+        scale = tl.div_rn(tl.maximum(amax, _MIN_AMAX), top)
+    if UE8M0:
+        scale = _power_of_two_above(scale)
+        # The reciprocal of a power of two is exact, so this is the quotient, for less.
+        inverse = tl.div_rn(tl.full((GROUPS_PADDED,), 1.0, tl.float32), scale)
+        scaled = x * inverse[:, None]
+    else:
+        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS_PADDED, GROUP)))
+    clamped = tl.minimum(tl.maximum(scaled, -_FP8_MAX), _FP8_MAX)
+    values = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    values = tl.where(scaled == scaled, values, 0x7F).to(tl.uint8)
+    tl.store(block_ptr + token * TOKEN_STEP + columns, values, mask=inside)
+    scale_ptr = block_ptr + SCALE_AT + token * SCALE_STEP
+    if SCALE_BYTES == 4:
+        tl.store(scale_ptr.to(tl.pointer_type(tl.float32)) + groups, scale, groups < GROUPS)
+    else:
+        exponent = scale.to(tl.int32, bitcast=True) >> 23
+        exponent = tl.where(groups < GROUPS, exponent, 0).to(tl.uint8)
+        tl.store(scale_ptr + groups, exponent, mask=groups < SCALE_ROOM)
 
 
 @triton.jit
@@ -75,33 +123,15 @@ def _write_kv_fp8_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     if slot >= 0:
-        block_ptr, token = _slot_address(cache_ptr, slot, block_stride, BLOCK_SIZE)
+        block_ptr, token = slot_address(cache_ptr, slot, block_stride, BLOCK_SIZE)
         groups = tl.arange(0, GROUPS_PADDED)
         columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = columns < FP8_VALUES
-        x = _widen(tl.load(kv_ptr + row * kv_stride + columns, mask=inside, other=0))
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        amax_bits = tl.max(tl.where(magnitude > 0x7F800000, 0, magnitude), axis=1)
-        amax = amax_bits.to(tl.float32, bitcast=True)
-        top = tl.full((GROUPS_PADDED,), _FP8_MAX, tl.float32)
-        if SCALE_FLOOR_LAST:
-            scale = tl.maximum(tl.div_rn(amax, top), _MIN_NORMAL)
-        else:
-            scale = tl.div_rn(tl.maximum(amax, _MIN_AMAX), top)
-        if UE8M0:
-            scale = _power_of_two_above(scale)
-        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS_PADDED, GROUP)))
-        clamped = tl.minimum(tl.maximum(scaled, -_FP8_MAX), _FP8_MAX)
-        values = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        values = tl.where(scaled == scaled, values, 0x7F).to(tl.uint8)
-        tl.store(block_ptr + token * TOKEN_STEP + columns, values, mask=inside)
-        scale_ptr = block_ptr + SCALE_AT + token * SCALE_STEP
-        if SCALE_BYTES == 4:
-            tl.store(scale_ptr.to(tl.pointer_type(tl.float32)) + groups, scale, groups < GROUPS)
-        else:
-            exponent = scale.to(tl.int32, bitcast=True) >> 23
-            exponent = tl.where(groups < GROUPS, exponent, 0).to(tl.uint8)
-            tl.store(scale_ptr + groups, exponent, mask=groups < SCALE_ROOM)
+        x = widen(tl.load(kv_ptr + row * kv_stride + columns, mask=inside, other=0))
+        store_fp8_groups(
+            x, columns, inside, block_ptr, token, GROUP, GROUPS, GROUPS_PADDED, TOKEN_STEP,
+            SCALE_STEP, SCALE_AT, SCALE_ROOM, SCALE_BYTES, SCALE_FLOOR_LAST, UE8M0,
+        )  # fmt: skip
         if BF16_VALUES > 0:
             rope = tl.arange(0, BF16_VALUES)
             kept = tl.load(kv_ptr + row * kv_stride + FP8_VALUES + rope)
@@ -146,7 +176,7 @@ def _gather_kv_fp8_kernel(
         token = position % BLOCK_SIZE
     else:
         first = tl.load(table_ptr + request, mask=known, other=0).to(tl.int64)
-        block_ptr, token = _slot_address(cache_ptr, first + position, block_stride, BLOCK_SIZE)
+        block_ptr, token = slot_address(cache_ptr, first + position, block_stride, BLOCK_SIZE)
     out_row = out_ptr + entry * WIDTH
     value_ptr = block_ptr + token * TOKEN_STEP
     scale_ptr = block_ptr + SCALE_AT + token * SCALE_STEP
@@ -190,7 +220,17 @@ def _constants(layout: KVLayout, block_size: int) -> dict[str, int]:
     }
 
 
-def _check_alignment(op: str, cache: torch.Tensor) -> None:
+def write_constants(layout: KVLayout, block_size: int, scale_format: str) -> dict[str, int]:
+    """Return the constexprs of a kernel that writes entries."""
+    return _constants(layout, block_size) | {
+        "GROUPS_PADDED": triton.next_power_of_2(layout.groups),
+        "SCALE_ROOM": layout.scale_room,
+        "SCALE_FLOOR_LAST": layout.name == "v32",
+        "UE8M0": scale_format == "ue8m0",
+    }
+
+
+def check_alignment(op: str, cache: torch.Tensor) -> None:
     # Here and not in the public function: a compiled graph's tensors have no address.
     if cache.data_ptr() % BLOCK_ALIGNMENT:
         given = f"address {cache.data_ptr():#x}"
@@ -205,7 +245,7 @@ def write_kv_fp8_fwd(
     scale_format: str,
 ) -> None:
     """Launch the write kernel; see `write_kv_fp8`."""
-    _check_alignment("write_kv_fp8", cache)
+    check_alignment("write_kv_fp8", cache)
     if not len(slot_mapping):
         return
     _write_kv_fp8_kernel[(len(slot_mapping),)](
@@ -214,13 +254,9 @@ def write_kv_fp8_fwd(
         slot_mapping,
         kv.stride(0),
         cache.stride(0),
-        GROUPS_PADDED=triton.next_power_of_2(layout.groups),
-        SCALE_ROOM=layout.scale_room,
-        SCALE_FLOOR_LAST=layout.name == "v32",
-        UE8M0=scale_format == "ue8m0",
         num_warps=4,
         enable_fp_fusion=False,
-        **_constants(layout, cache.shape[1]),
+        **write_constants(layout, cache.shape[1], scale_format),
     )
 
 
@@ -238,7 +274,7 @@ def gather_kv_fp8_fwd(
     Args:
         out: [R, K, width] bf16, contiguous.
     """
-    _check_alignment("gather_kv_fp8", cache)
+    check_alignment("gather_kv_fp8", cache)
     entries = positions.numel()
     if not entries:
         return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (90, 100)
@@ -44,3 +47,18 @@ def cross_compile(
         },
     )
     return compiled.asm["cubin"]
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return the local memory of a thread: 0 where all of its values stay in registers.
+
+    Args:
+        folder: where the cubin may be written, for Triton's cuobjdump.
+    """
+    import triton
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", done.stdout + done.stderr))

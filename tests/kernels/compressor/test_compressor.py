@@ -6,16 +6,19 @@ import dataclasses
 
 import pytest
 import torch
+from kv_cases import poisoned_cache
 
 from consistent_kernels.compressor import (
     CompressorParameters,
     compress,
+    compress_to_cache,
     compressor_state,
     packed_windows,
     paged_windows,
     write_compressor_state,
 )
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
+from consistent_kernels.kv_cache_fp8 import INDEXER, V4, KVLayout, write_kv_fp8
 from consistent_kernels.rotary import RopeParameters, rope_tables
 from consistent_kernels.testing import (
     assert_bitwise_equal,
@@ -253,6 +256,54 @@ def test_control_rounding_the_projections_early_differs(impl_device: tuple[str, 
     expected = packed(inputs, params, impl)
     inputs.kv_score = inputs.kv_score.bfloat16().float()
     assert not bitwise_equal(packed(inputs, params, impl), expected)
+
+
+@pytest.mark.parametrize(("ratio", "layout"), [(4, V4), (4, INDEXER), (128, V4)])
+def test_compress_to_cache_equals_compress_then_write(
+    impl_device: tuple[str, str], ratio: int, layout: KVLayout
+) -> None:
+    """The same bytes of the whole cache, padding slots and untouched ones included."""
+    impl, device = impl_device
+    size = layout.width
+    params = CompressorParameters(ratio, ratio == 4, size, 1e-6)
+    inputs = make_inputs(params, device)
+    state = compressor_state(inputs.kv_score, inputs.bias, inputs.positions, impl=impl)
+    rows, first, _ = packed_windows(inputs.cu_seqlens, params)
+    state[int(rows[1, -1]), 3] = float("nan")
+    slots = torch.arange(len(rows), device=device).flip(0) * 3
+    slots[2] = -1
+    rope = dataclasses.replace(ROPE, head_dim=size, rotary_dim=64)
+    kwargs = {"rope": rope, "params": params, "impl": impl}
+    blocks = 3 * len(rows) // BLOCK + 1
+    caches = [poisoned_cache(blocks, BLOCK, layout, device=device) for _ in range(3)]
+    entries = compress(state, rows, first, inputs.weight, **kwargs)
+    write_kv_fp8(entries, caches[0], slots, layout=layout, impl=impl)
+    for cache, places in ((caches[1], first), (caches[2], first + ratio)):
+        compress_to_cache(state, rows, places, inputs.weight, cache, slots, layout=layout, **kwargs)
+    raw = [cache.as_strided((blocks * cache.stride(0),), (1,)) for cache in caches]
+    assert_bitwise_equal(raw[1], raw[0])
+    # The control: entries rotated to another position.
+    assert not bitwise_equal(raw[2], raw[0])
+
+
+def test_compress_to_cache_rejects_bad_inputs() -> None:
+    params = CompressorParameters(4, True, 128, 1e-6)
+    inputs = make_inputs(params, "cpu")
+    state = compressor_state(inputs.kv_score, inputs.bias, inputs.positions, impl="reference")
+    rows, first, _ = packed_windows(inputs.cu_seqlens, params)
+    slots = torch.arange(len(rows))
+    kwargs = {"rope": ROPE, "params": params, "impl": "reference"}
+    cache = poisoned_cache(16, BLOCK, INDEXER)
+    with pytest.raises(InvalidInputError, match="slots must be integers of shape"):
+        compress_to_cache(
+            state, rows, first, inputs.weight, cache, slots[:-1], layout=INDEXER, **kwargs
+        )
+    with pytest.raises(UnsupportedError, match="'v4' for entries of 128 columns"):
+        compress_to_cache(state, rows, first, inputs.weight, cache, slots, layout=V4, **kwargs)
+    with pytest.raises(InvalidInputError, match="cache must be"):
+        compress_to_cache(
+            state, rows, first, inputs.weight, cache[..., :-4], slots, layout=INDEXER, **kwargs
+        )
 
 
 def test_compressor_compiled_equals_eager(impl_device: tuple[str, str]) -> None:

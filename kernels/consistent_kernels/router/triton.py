@@ -10,19 +10,56 @@ from triton.language.extra.cuda import libdevice
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.router.parameters import RouterParameters
 from consistent_kernels.router.spec import DENOMINATOR_FLOOR, NUM_WARPS
-from consistent_kernels.triton_tree import halving_tree_sum
+from consistent_kernels.triton_tree import halving_tree_sum_by_pairs
 
-_NEVER = tl.constexpr(-(1 << 62))
+_NEVER = tl.constexpr(-(1 << 31))
+_SIGN = tl.constexpr(-(1 << 31))
+_LAST = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
-def _choice_keys(choice, index, COUNT: tl.constexpr):
-    """int64 keys that order `choice`, then the lower index; -0.0 as +0.0, NaN as -inf."""
+def _ordered(choice):
+    """int32 that order `choice`; -0.0 as +0.0, NaN as -inf."""
     plain = tl.where(choice != choice, float("-inf"), choice)
     plain = tl.where(plain == 0.0, 0.0, plain)
-    bits = plain.to(tl.int32, bitcast=True).to(tl.int64)
-    ordered = tl.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
-    return ordered * COUNT + (COUNT - 1 - index)
+    bits = plain.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+
+
+@triton.jit
+def _from_ordered(order):
+    """The float that `_ordered` gave `order` for."""
+    return tl.where(order >= 0, order, (-order) | _SIGN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _group_scores(order, member, index, HAS_SECOND: tl.constexpr):
+    """[GROUPS] scores of [GROUPS, N] choices: the largest, or the two largest added.
+
+    Args:
+        order: ordered choices.
+        member: whether a choice is its group's.
+        index: places, to leave out one of equal largest.
+    """
+    order = tl.where(member, order, _NEVER)
+    first = tl.max(order, 1)
+    scores = _from_ordered(first)
+    if HAS_SECOND:
+        largest = member & (order == first[:, None])
+        place = tl.min(tl.where(largest, index, _LAST), 1)
+        second = tl.max(tl.where(index == place[:, None], _NEVER, order), 1)
+        scores += _from_ordered(second)
+    return scores
+
+
+@triton.jit
+def _best_groups(scores, GROUPS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr):
+    """[BLOCK] whether each of GROUPS is among the TOP largest, lower groups first."""
+    group = tl.arange(0, BLOCK)
+    order = tl.where(group < GROUPS, _ordered(scores), _NEVER)
+    key = order.to(tl.int64) * BLOCK + (BLOCK - 1 - group)
+    above = tl.reshape(key, (1, BLOCK)) > tl.reshape(key, (BLOCK, 1))
+    return (tl.sum(above.to(tl.int32), 1) < TOP) & (group < GROUPS)
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
@@ -49,18 +86,21 @@ def _router_fwd_kernel(
     HAS_VALID: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
+    SPLIT_GROUPS: tl.constexpr,  # E and GROUPS are powers of two
     TOP_GROUPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < E
     logits = tl.load(logits_ptr + row * logits_stride + expert, mask=inside, other=float("-inf"))
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
     if SCORING == "softmax":
         exponent = tl.where(inside, tl.exp(logits - tl.max(logits, 0)), 0.0)
         # tl.max passes over NaN: one NaN makes the whole row NaN, as in the reference.
         exponent = tl.where(tl.max((logits != logits).to(tl.int32), 0) > 0, float("nan"), exponent)
-        total = halving_tree_sum(tl.where(inside, exponent, 0.0), BLOCK, LEVELS)
-        scores = tl.div_rn(exponent, tl.broadcast_to(total, (BLOCK,)))
+        sum_of = halving_tree_sum_by_pairs(tl.where(inside, exponent, 0.0), BLOCK, LEVELS)
+        scores = tl.div_rn(exponent, tl.full((BLOCK,), sum_of, tl.float32))
     elif SCORING == "sigmoid":
         one = tl.full((BLOCK,), 1.0, tl.float32)
         scores = tl.div_rn(one, 1.0 + tl.exp(-logits))
@@ -71,51 +111,51 @@ def _router_fwd_kernel(
     slot_inside = slot < K
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     weights = tl.zeros((BLOCK_K,), tl.float32)
+    total = 0.0  # no score is -0.0, so the first sum is the first score
     score_bits = scores.to(tl.int32, bitcast=True)
     if FORCED:
         for k in tl.static_range(K):
             given = tl.load(forced_ptr + row * K + k)
             bits = tl.sum(tl.where(expert == given, score_bits, 0), 0)
+            weight = bits.to(tl.float32, bitcast=True)
+            total += weight
             chosen = tl.where(slot == k, given, chosen)
-            weights = tl.where(slot == k, bits.to(tl.float32, bitcast=True), weights)
+            weights = tl.where(slot == k, weight, weights)
     else:
         choice = scores
         if HAS_BIAS:
-            choice += tl.load(bias_ptr + expert, mask=inside, other=0.0)
-        keys = tl.where(inside, _choice_keys(choice, expert, E), _NEVER)
+            choice += bias
+        order = tl.where(inside, _ordered(choice), _NEVER)
         if GROUPS > 1:
-            plain = tl.where(choice != choice, float("-inf"), choice)
-            group_of = expert // (E // GROUPS)
-            group = tl.arange(0, BLOCK_GROUPS)
-            member = (group_of[None, :] == group[:, None]) & inside[None, :]
-            first_key = tl.max(tl.where(member, keys[None, :], _NEVER), 1)
-            first = tl.max(tl.where(member, plain[None, :], float("-inf")), 1)
-            group_scores = first
-            if HAS_BIAS and E > GROUPS:
-                rest = member & (keys[None, :] != first_key[:, None])
-                group_scores = first + tl.max(tl.where(rest, plain[None, :], float("-inf")), 1)
-            group_keys = tl.where(group < GROUPS, _choice_keys(group_scores, group, GROUPS), _NEVER)
-            allowed = tl.zeros((BLOCK_GROUPS,), tl.int32)
-            for _ in tl.static_range(TOP_GROUPS):
-                best = tl.max(group_keys, 0)
-                hit = group_keys == best
-                allowed = tl.where(hit, 1, allowed)
-                group_keys = tl.where(hit, _NEVER, group_keys)
-            permitted = tl.max(tl.where(member, allowed[:, None], 0), 0)
-            keys = tl.where(permitted > 0, keys, _NEVER)
+            SECOND: tl.constexpr = HAS_BIAS and E > GROUPS
+            if SPLIT_GROUPS:
+                # Groups are rows: a row's reduction is a few steps between few threads.
+                index = tl.reshape(expert, (GROUPS, E // GROUPS))
+                rows = tl.reshape(order, (GROUPS, E // GROUPS))
+                scores_of = _group_scores(rows, index >= 0, index, SECOND)
+                best = _best_groups(scores_of, GROUPS, BLOCK_GROUPS, TOP_GROUPS)
+                order = tl.reshape(tl.where(best[:, None], rows, _NEVER), (BLOCK,))
+            else:
+                group = tl.arange(0, BLOCK_GROUPS)
+                member = ((expert // (E // GROUPS))[None, :] == group[:, None]) & inside[None, :]
+                index = tl.broadcast_to(expert[None, :], (BLOCK_GROUPS, BLOCK))
+                rows = tl.broadcast_to(order[None, :], (BLOCK_GROUPS, BLOCK))
+                scores_of = _group_scores(rows, member, index, SECOND)
+                best = _best_groups(scores_of, GROUPS, BLOCK_GROUPS, TOP_GROUPS)
+                permitted = tl.max((member & best[:, None]).to(tl.int32), 0)
+                order = tl.where(permitted > 0, order, _NEVER)
         for k in tl.static_range(K):
-            best = tl.max(keys, 0)
-            hit = keys == best
-            best_id = tl.max(tl.where(hit, expert, 0), 0)
+            best_order = tl.max(order, 0)
+            best_id = tl.min(tl.where(order == best_order, expert, _LAST), 0)
+            hit = expert == best_id
             # One lane holds the winner: a sum over one bit pattern and zeros moves no bit.
             bits = tl.sum(tl.where(hit, score_bits, 0), 0)
+            weight = bits.to(tl.float32, bitcast=True)
+            total += weight
             chosen = tl.where(slot == k, best_id, chosen)
-            weights = tl.where(slot == k, bits.to(tl.float32, bitcast=True), weights)
-            keys = tl.where(hit, _NEVER, keys)
+            weights = tl.where(slot == k, weight, weights)
+            order = tl.where(hit, _NEVER, order)
     if RENORMALIZE:
-        total = _slot(weights, slot, 0)
-        for k in tl.static_range(1, K):
-            total += _slot(weights, slot, k)
         weights = tl.div_rn(weights, tl.zeros((BLOCK_K,), tl.float32) + (total + floor))
     weights = weights * scale
     if HAS_VALID:
@@ -126,16 +166,10 @@ def _router_fwd_kernel(
     tl.store(weights_ptr + row * K + slot, weights, mask=slot_inside)
 
 
-@triton.jit
-def _slot(weights, slot, k: tl.constexpr):
-    """The value of one slot; integers, so that no order of additions counts."""
-    bits = tl.sum(tl.where(slot == k, weights.to(tl.int32, bitcast=True), 0), 0)
-    return bits.to(tl.float32, bitcast=True)
-
-
 def constexprs(parameters: RouterParameters) -> dict[str, object]:
     """Return the constexprs of the kernel that follow from the parameters."""
     block = triton.next_power_of_2(parameters.num_experts)
+    groups = triton.next_power_of_2(parameters.num_groups)
     return {
         "E": parameters.num_experts,
         "BLOCK": block,
@@ -145,7 +179,8 @@ def constexprs(parameters: RouterParameters) -> dict[str, object]:
         "SCORING": parameters.scoring,
         "RENORMALIZE": parameters.renormalize,
         "GROUPS": parameters.num_groups,
-        "BLOCK_GROUPS": triton.next_power_of_2(parameters.num_groups),
+        "BLOCK_GROUPS": groups,
+        "SPLIT_GROUPS": (block, groups) == (parameters.num_experts, parameters.num_groups),
         "TOP_GROUPS": parameters.top_groups,
     }
 

@@ -1,7 +1,7 @@
-"""Correct FP8 casts for Triton's interpreter.
+"""Correct FP8 and bf16 casts for Triton's interpreter.
 
 The interpreter of Triton 3.6 rounds ties away from zero, drops a mantissa's carry and knows no NaN
-of e4m3. With these casts an interpreted kernel gives the bits that a GPU gives.
+of e4m3; bf16 it cuts off. With these casts an interpreted kernel gives the bits that a GPU gives.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ def _convert(data: np.ndarray, source: object, target: object, rounding: object)
     if (source, target) == (tl.float8e4nv, tl.float16):
         x = torch.from_numpy(np.ascontiguousarray(data.view(np.uint8)))
         return x.view(torch.float8_e4m3fn).half().numpy().view(np.uint16)
+    if (source, target) == (tl.float32, tl.bfloat16):
+        x = torch.from_numpy(np.ascontiguousarray(data.view(np.float32)))
+        return x.bfloat16().view(torch.uint16).numpy()
     return _stock_convert(data, source, target, rounding)
 
 
 def install() -> None:
-    """Replace the interpreter's casts to and from e4m3 in this process."""
+    """Replace the interpreter's casts to e4m3 and bf16 and from e4m3 in this process."""
     interpreter._convert_float = _convert

@@ -12,6 +12,14 @@ MIN_AMAX = 1e-4
 MIN_NORMAL = 2.0**-126
 """Smallest scale of V3.2: FLT_MIN, as in vLLM."""
 
+GATHER_WARPS = 4
+"""Triton: warps of a program that gathers."""
+
+GATHER_VALUES = 8
+"""Triton: FP8 values of a group in one thread of a gather: 8 bytes to load, 16 to store.
+
+So no value changes threads between the two; 16 values take half the loads, and shared memory."""
+
 SPEC = OpSpec(
     op="kv_cache_fp8",
     version=1,

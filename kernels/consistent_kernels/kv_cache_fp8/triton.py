@@ -12,14 +12,17 @@ import triton.language as tl
 
 from consistent_kernels.errors import invalid
 from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, KVLayout
-from consistent_kernels.kv_cache_fp8.spec import FP8_MAX, MIN_AMAX, MIN_NORMAL
+from consistent_kernels.kv_cache_fp8.spec import (
+    FP8_MAX,
+    GATHER_VALUES,
+    GATHER_WARPS,
+    MIN_AMAX,
+    MIN_NORMAL,
+)
 
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
 _MIN_NORMAL = tl.constexpr(MIN_NORMAL)
-
-GATHER_ROWS = 16
-"""Cache entries that one program reads."""
 
 
 @triton.jit
@@ -29,11 +32,10 @@ def widen(bits16):
 
 
 @triton.jit
-def _round_to_bf16_bits(x):
+def round_to_bf16_bits(x):
     """fp32 to bf16 bits (int16), nearest even; every NaN is 0x7fc0."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
+    bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return tl.where(x == x, bits, 0x7FC0).to(tl.int16)
 
 
 @triton.jit
@@ -164,9 +166,10 @@ def _gather_kv_fp8_kernel(
     ROWS: tl.constexpr,
 ):
     WIDTH: tl.constexpr = FP8_VALUES + BF16_VALUES
-    entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # 32 bits: 2^31 entries would take 512 GB of out, and a 64-bit division a hundred instructions.
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = entry < entries
-    position = tl.load(positions_ptr + entry, mask=inside, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + entry, mask=inside, other=-1)
     known = position >= 0
     request = tl.load(requests_ptr + entry // k, mask=known, other=0).to(tl.int64)
     if PAGED:
@@ -177,30 +180,37 @@ def _gather_kv_fp8_kernel(
     else:
         first = tl.load(table_ptr + request, mask=known, other=0).to(tl.int64)
         block_ptr, token = slot_address(cache_ptr, first + position, block_stride, BLOCK_SIZE)
-    out_row = out_ptr + entry * WIDTH
     value_ptr = block_ptr + token * TOKEN_STEP
     scale_ptr = block_ptr + SCALE_AT + token * SCALE_STEP
     columns = tl.arange(0, GROUP)[None, :]
-    for group in tl.static_range(GROUPS):
-        byte = tl.load(value_ptr[:, None] + group * GROUP + columns, mask=known[:, None], other=0)
-        if SCALE_BYTES == 4:
-            scale = tl.load(
-                scale_ptr.to(tl.pointer_type(tl.float32)) + group, mask=known, other=0.0
-            )
-        else:
-            exponent = tl.load(scale_ptr + group, mask=known, other=0).to(tl.int32)
+    # All loads before the first store: none waits for another.
+    scales = ()
+    if SCALE_BYTES == 4:
+        for group in tl.static_range(GROUPS):
+            place = scale_ptr.to(tl.pointer_type(tl.float32)) + group
+            scales += (tl.load(place, mask=known, other=0.0),)
+    else:
+        # The exponents of a token, eight bytes at a multiple of eight.
+        word = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)), mask=known, other=0)
+        for group in tl.static_range(GROUPS):
+            exponent = (word >> (8 * group)).to(tl.int32) & 0xFF
             bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
-            scale = bits.to(tl.float32, bitcast=True)
-        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-        tl.store(
-            out_row[:, None] + group * GROUP + columns,
-            _round_to_bf16_bits(value),
-            mask=inside[:, None],
-        )
+            scales += (bits.to(tl.float32, bitcast=True),)
+    values = ()
+    for group in tl.static_range(GROUPS):
+        place = value_ptr[:, None] + group * GROUP + columns
+        values += (tl.load(place, mask=known[:, None], other=0),)
     if BF16_VALUES > 0:
         rope = tl.arange(0, BF16_VALUES)[None, :]
         rope_ptr = (value_ptr + BF16_AT).to(tl.pointer_type(tl.int16))
         kept = tl.load(rope_ptr[:, None] + rope, mask=known[:, None], other=0)
+    out_row = out_ptr + entry.to(tl.int64) * WIDTH
+    for group in tl.static_range(GROUPS):
+        value = values[group].to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        value *= scales[group][:, None]
+        place = out_row[:, None] + group * GROUP + columns
+        tl.store(place, round_to_bf16_bits(value), mask=inside[:, None])
+    if BF16_VALUES > 0:
         tl.store(out_row[:, None] + FP8_VALUES + rope, kept, mask=inside[:, None])
 
 
@@ -218,6 +228,11 @@ def _constants(layout: KVLayout, block_size: int) -> dict[str, int]:
         "SCALE_AT": scale_at,
         "SCALE_BYTES": layout.scale_bytes,
     }
+
+
+def gather_rows(layout: KVLayout) -> int:
+    """Return the cache entries that one program reads."""
+    return max(32 * GATHER_WARPS * GATHER_VALUES // layout.group, 1)
 
 
 def write_constants(layout: KVLayout, block_size: int, scale_format: str) -> dict[str, int]:
@@ -279,7 +294,8 @@ def gather_kv_fp8_fwd(
     if not entries:
         return
     table = block_table if block_table is not None else starts
-    _gather_kv_fp8_kernel[(triton.cdiv(entries, GATHER_ROWS),)](
+    rows = gather_rows(layout)
+    _gather_kv_fp8_kernel[(triton.cdiv(entries, rows),)](
         cache,
         positions.contiguous(),
         requests,
@@ -290,8 +306,8 @@ def gather_kv_fp8_fwd(
         table.stride(0),
         cache.stride(0),
         PAGED=block_table is not None,
-        ROWS=GATHER_ROWS,
-        num_warps=4,
+        ROWS=rows,
+        num_warps=GATHER_WARPS,
         enable_fp_fusion=False,
         **_constants(layout, cache.shape[1]),
     )

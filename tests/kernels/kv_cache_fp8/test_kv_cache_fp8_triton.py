@@ -48,10 +48,11 @@ def test_write_kv_fp8_cross_compiles(arch: int, layout: KVLayout) -> None:
 @pytest.mark.parametrize("paged", [True, False])
 @EACH_LAYOUT
 def test_gather_kv_fp8_cross_compiles(arch: int, layout: KVLayout, paged: bool) -> None:
+    from consistent_kernels.kv_cache_fp8.spec import GATHER_WARPS
     from consistent_kernels.kv_cache_fp8.triton import (
-        GATHER_ROWS,
         _constants,
         _gather_kv_fp8_kernel,
+        gather_rows,
     )
 
     cubin = cross_compile(
@@ -68,7 +69,8 @@ def test_gather_kv_fp8_cross_compiles(arch: int, layout: KVLayout, paged: bool) 
             "table_stride": "i32",
             "block_stride": "i32",
         },
-        constexprs=_constants(layout, 64) | {"PAGED": paged, "ROWS": GATHER_ROWS},
+        constexprs=_constants(layout, 64) | {"PAGED": paged, "ROWS": gather_rows(layout)},
+        num_warps=GATHER_WARPS,
         enable_fp_fusion=False,
     )
     assert cubin.startswith(b"\x7fELF")

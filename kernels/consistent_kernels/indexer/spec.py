@@ -26,7 +26,10 @@ KEY_TILE = 128
 """Triton: keys of one product."""
 
 TILES = 4
-"""Triton: key tiles that a program walks."""
+"""Triton: key tiles that a program walks where there is work for all processors; a power of two."""
+
+MIN_PROGRAMS = 264
+"""Triton: programs below which each walks fewer tiles: two for each multiprocessor of an H200."""
 
 NUM_WARPS = 4
 

@@ -1,6 +1,6 @@
 """Index scores in Triton: one binary for pages and for packed keys.
 
-Packed keys are one page without end. A program scores one query against TILES tiles of KEY_TILE
+Packed keys are one page without end. A program scores one query against a few tiles of KEY_TILE
 keys; a score is one column of one product and a written-down sum over heads, so neither the tile
 nor the page that a key lies in can move its bits.
 """
@@ -13,7 +13,13 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned
 from consistent_kernels.indexer.layout import new_scores
-from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
+from consistent_kernels.indexer.spec import (
+    HEAD_DIM,
+    KEY_TILE,
+    MIN_PROGRAMS,
+    NUM_WARPS,
+    TILES,
+)
 from consistent_kernels.triton_tree import halving_tree_columns
 
 ENDLESS_PAGE = 1 << 30
@@ -22,7 +28,7 @@ ENDLESS_PAGE = 1 << 30
 # One compiled form: what differs between pages and packed keys is not specialized on, and what
 # Triton specializes on (pointers, page_size, page_bytes, out_stride) is a multiple of 16 in both.
 @triton.jit(
-    do_not_specialize=["columns", "table_stride", "page_scales"],
+    do_not_specialize=["columns", "table_stride", "page_scales", "tiles"],
     do_not_specialize_on_alignment=["table_ptr", "requests_ptr", "starts_ptr", "ends_ptr"],
 )
 def _indexer_scores_kernel(
@@ -41,24 +47,24 @@ def _indexer_scores_kernel(
     page_size,
     page_bytes,
     page_scales,  # fp32 elements from one page's scales to the next one's
+    tiles,  # key tiles that a program walks
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LEVELS: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + row).to(tl.int32)
     end = tl.minimum(tl.load(ends_ptr + row).to(tl.int32), columns)
-    begin = tl.program_id(0) * (KEY_TILE * TILES)
-    if (begin < end) & (begin + KEY_TILE * TILES > start):
+    begin = tl.program_id(0) * (KEY_TILE * tiles)
+    if (begin < end) & (begin + KEY_TILE * tiles > start):
         table_row = table_ptr + tl.load(requests_ptr + row).to(tl.int64) * table_stride
         heads = tl.arange(0, HEADS)
         dims = tl.arange(0, HEAD_DIM)
         q = tl.load(q_ptr + (row * HEADS + heads[None, :]) * HEAD_DIM + dims[:, None])
         q = q.to(tl.float8e4nv, bitcast=True)
         weights = tl.load(weights_ptr + row * HEADS + heads)
-        for tile in range(TILES):
+        for tile in range(tiles):
             keys = begin + tile * KEY_TILE + tl.arange(0, KEY_TILE)
             inside = (keys >= start) & (keys < end)
             index = keys // page_size
@@ -71,6 +77,17 @@ def _indexer_scores_kernel(
             relu = tl.where(dots > 0.0, dots, 0.0)
             total = halving_tree_columns(relu * weights[None, :], KEY_TILE, HEADS, LEVELS)
             tl.store(out_ptr + row * out_stride + keys, total * scale, mask=inside)
+
+
+def tiles_per_program(tokens: int, columns: int) -> int:
+    """Return how many tiles a program walks: fewer where programs would leave processors idle.
+
+    An argument of the one binary; no score follows it.
+    """
+    tiles = TILES
+    while tiles > 1 and tokens * triton.cdiv(columns, KEY_TILE * tiles) < MIN_PROGRAMS:
+        tiles //= 2
+    return tiles
 
 
 def _launch(
@@ -88,7 +105,8 @@ def _launch(
     tokens, heads, _ = q.shape
     columns = out.shape[1]
     if tokens and columns:
-        _indexer_scores_kernel[(triton.cdiv(columns, KEY_TILE * TILES), tokens)](
+        tiles = tiles_per_program(tokens, columns)
+        _indexer_scores_kernel[(triton.cdiv(columns, KEY_TILE * tiles), tokens)](
             aligned(q.contiguous()).view(torch.uint8),
             aligned(weights.contiguous()),
             k_bytes,
@@ -102,11 +120,11 @@ def _launch(
             columns,
             table.stride(0),
             *page,
+            tiles,
             HEADS=heads,
             HEAD_DIM=HEAD_DIM,
             LEVELS=heads.bit_length() - 1,
             KEY_TILE=KEY_TILE,
-            TILES=TILES,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

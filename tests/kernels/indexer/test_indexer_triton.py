@@ -8,7 +8,7 @@ from indexer_cases import make_batch
 from interpreted import output_interpreted
 
 from consistent_kernels.indexer import indexer_scores_paged
-from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS, TILES
+from consistent_kernels.indexer.spec import HEAD_DIM, KEY_TILE, NUM_WARPS
 from consistent_kernels.testing import assert_bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -29,13 +29,12 @@ def test_indexer_scores_cross_compile(arch: int, heads: int) -> None:
         | dict.fromkeys(("weights_ptr", "k_scale_ptr", "out_ptr"), "*fp32")
         | dict.fromkeys(("table_ptr", "requests_ptr", "starts_ptr", "ends_ptr"), "*i32")
         | dict.fromkeys(("out_stride", "columns", "table_stride"), "i32")
-        | dict.fromkeys(("page_size", "page_bytes", "page_scales"), "i32"),
+        | dict.fromkeys(("page_size", "page_bytes", "page_scales", "tiles"), "i32"),
         constexprs={
             "HEADS": heads,
             "HEAD_DIM": HEAD_DIM,
             "LEVELS": heads.bit_length() - 1,
             "KEY_TILE": KEY_TILE,
-            "TILES": TILES,
         },
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
@@ -43,10 +42,21 @@ def test_indexer_scores_cross_compile(arch: int, heads: int) -> None:
     assert cubin.startswith(b"\x7fELF")
 
 
+def test_indexer_tiles_follow_the_grid() -> None:
+    from consistent_kernels.indexer.triton import tiles_per_program
+
+    assert tiles_per_program(1, 4096) == 1
+    assert tiles_per_program(1, 65536) == 1
+    assert tiles_per_program(1, 131072) == 2
+    assert tiles_per_program(64, 4096) == 4
+    assert tiles_per_program(1, 1) == 1
+
+
 INTERPRETED = """
 import interpreted_fp8
 import torch
 from indexer_cases import exact_scores, make_batch
+import consistent_kernels.indexer.triton as kernels
 from consistent_kernels.testing import assert_bitwise_equal
 
 interpreted_fp8.install()
@@ -59,6 +69,16 @@ for at, row in enumerate(rows):
     expected, magnitude = exact_scores(batch, row)
     # NumPy adds in fp32: 128 products and 16 heads.
     assert bool(((own.double() - expected).abs() <= magnitude * 144 * 2**-24).all())
+# The grid decides how many tiles a program walks; no bit follows it.
+for least in (0, 10**9):
+    kernels.MIN_PROGRAMS = least
+    assert kernels.tiles_per_program(len(rows), 600) == (4 if least == 0 else 1)
+    for other, first, is_packed in (
+        (batch.packed(rows), packed, True), (batch.paged(rows), paged, False)
+    ):
+        for at, row in enumerate(rows):
+            own = batch.seen(first[at], row, packed=is_packed)
+            assert_bitwise_equal(batch.seen(other[at], row, packed=is_packed), own)
 print("same")
 """
 

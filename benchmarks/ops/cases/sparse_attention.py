@@ -17,7 +17,6 @@ from consistent_kernels.kv_cache_fp8 import (
     KVLayout,
     gather_kv_fp8,
     new_cache,
-    workspace_indices,
     write_kv_fp8,
 )
 from consistent_kernels.sparse_attention import (
@@ -191,11 +190,11 @@ def _unified(
     rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     some = positions[rows]
+    indices = torch.empty_like(some)
     workspace = gather_kv_fp8(
-        cache, some, requests[rows], layout=layout, impl=other, block_table=table
+        cache, some, requests[rows], layout=layout, impl=other, block_table=table, indices=indices
     )
-    entries = workspace.view(-1, layout.width)
-    return _run(q[rows], entries, workspace_indices(some), sinks, impl, slice(None))
+    return _run(q[rows], workspace.view(-1, layout.width), indices, sinks, impl, slice(None))
 
 
 def _backward(setting: Setting, form: Form, queries: int) -> Iterator[Case]:

@@ -26,7 +26,6 @@ from consistent_kernels.kv_cache_fp8 import (
     V32,
     gather_kv_fp8,
     new_cache,
-    workspace_indices,
     write_kv_fp8,
 )
 from consistent_kernels.sparse_topk import sparse_topk
@@ -163,9 +162,10 @@ class PagedV32Attention:
         if self.ops.programs.read == "fp8":
             slots = batch.physical(selected)
             return self.ops.sparse_attention_fp8(query, self.cache, slots, scale)
+        indices = torch.empty_like(selected)
         workspace = gather_kv_fp8(
             self.cache, selected, batch.requests, layout=V32, impl=self.ops.programs.other,
-            block_table=batch.block_table,
+            block_table=batch.block_table, indices=indices,
         )  # fmt: skip
         rows = workspace.view(-1, V32.width)
-        return self.ops.sparse_attention(query, rows, workspace_indices(selected), scale, LATENT)
+        return self.ops.sparse_attention(query, rows, indices, scale, LATENT)

@@ -33,7 +33,6 @@ from consistent_kernels.kv_cache_fp8 import (
     KVLayout,
     gather_kv_fp8,
     new_cache,
-    workspace_indices,
     write_kv_fp8,
 )
 from consistent_kernels.sparse_attention import window_and_selected
@@ -191,13 +190,23 @@ class PagedV4Attention:
         selected: torch.Tensor | None,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        parts, places = [self._gather(self.cache, window, batch)], [workspace_indices(window)]
+        sources = [(self.cache, window)]
         if self.entries is not None and selected is not None:
-            rows = workspace_indices(selected)
-            places.append(torch.where(rows >= 0, rows + window.numel(), -1))
-            parts.append(self._gather(self.entries.cache, selected, batch))
-        rows = torch.cat([part.view(-1, LATENT) for part in parts])
-        indices = torch.cat(places, dim=1)
+            sources.append((self.entries.cache, selected))
+        columns = sum(places.shape[1] for _, places in sources)
+        shape, device = (window.shape[0], columns), query.device
+        indices = torch.empty(shape, dtype=torch.int32, device=device)
+        rows = torch.empty((indices.numel(), LATENT), dtype=torch.bfloat16, device=device)
+        first_row = first_column = 0
+        for cache, places in sources:
+            end_row, end_column = first_row + places.numel(), first_column + places.shape[1]
+            gather_kv_fp8(
+                cache, places, batch.requests, layout=V4, impl=self.ops.programs.other,
+                block_table=batch.block_table,
+                out=rows[first_row:end_row].view(*places.shape, LATENT),
+                indices=indices[:, first_column:end_column], first_row=first_row,
+            )  # fmt: skip
+            first_row, first_column = end_row, end_column
         return self.ops.sparse_attention(query, rows, indices, self.params.scale, LATENT, "sinks")
 
     def _attend_fp8(
@@ -214,12 +223,6 @@ class PagedV4Attention:
         return self.ops.sparse_attention_fp8(
             query, self.cache, slots, self.params.scale, extra, "sinks"
         )
-
-    def _gather(self, cache: torch.Tensor, places: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        return gather_kv_fp8(
-            cache, places, batch.requests, layout=V4, impl=self.ops.programs.other,
-            block_table=batch.block_table,
-        )  # fmt: skip
 
     def _select(
         self, hidden: torch.Tensor, compressed_q: torch.Tensor, batch: PagedBatch

@@ -14,6 +14,7 @@ from consistent_kernels.kv_cache_fp8.reference import (
     write_kv_fp8_ref,
 )
 from consistent_kernels.kv_cache_fp8.spec import IMPLEMENTATIONS
+from consistent_kernels.kv_cache_fp8.workspace import workspace_indices
 
 _SCALE_FORMATS = {"v32": ("fp32",), "v4": ("ue8m0",), "indexer": ("fp32", "ue8m0")}
 
@@ -24,7 +25,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "gather_kv_fp8(Tensor cache, Tensor positions, Tensor requests, Tensor? block_table, "
-    "Tensor? starts, Tensor(a!) out, str layout, str impl) -> ()"
+    "Tensor? starts, Tensor(a!) out, Tensor(b!)? indices, int first_row, str layout, str impl) "
+    "-> ()"
 )
 
 
@@ -53,6 +55,8 @@ def _gather_kv_fp8(
     block_table: torch.Tensor | None,
     starts: torch.Tensor | None,
     out: torch.Tensor,
+    indices: torch.Tensor | None,
+    first_row: int,
     layout: str,
     impl: str,
 ) -> None:
@@ -61,10 +65,15 @@ def _gather_kv_fp8(
         _check_reach("gather_kv_fp8", cache, positions, requests, block_table, starts)
         args = (cache, positions, requests, block_table, starts, LAYOUTS[layout])
         out.copy_(gather_kv_fp8_ref(*args))
+        if indices is not None:
+            rows = workspace_indices(positions)
+            indices.copy_(torch.where(rows >= 0, rows + first_row, -1))
         return
     from consistent_kernels.kv_cache_fp8.triton import gather_kv_fp8_fwd
 
-    gather_kv_fp8_fwd(cache, positions, requests, block_table, starts, out, LAYOUTS[layout])
+    gather_kv_fp8_fwd(
+        cache, positions, requests, block_table, starts, out, indices, first_row, LAYOUTS[layout]
+    )
 
 
 def _check_below(op: str, name: str, index: torch.Tensor, bound: int) -> None:
@@ -202,6 +211,8 @@ def gather_kv_fp8(
     block_table: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    first_row: int = 0,
 ) -> torch.Tensor:
     """Dequantized rows at positions of their requests: round(q * s) to bf16, zeros for -1.
 
@@ -221,6 +232,9 @@ def gather_kv_fp8(
             hold anything.
         starts: [B], instead of a block table: first slot of each request in a contiguous cache.
         out: [R, K, width] bf16 contiguous to write into (a workspace), or None.
+        indices: [R, K] int32 of unit column stride to write `workspace_indices(positions)` into,
+            plus `first_row` where not -1, or None: what names the rows of `out` to attention where
+            `out` begins at row `first_row` of the workspace.
 
     Returns:
         [R, K, width] bf16: `out`, or a new tensor.
@@ -240,8 +254,15 @@ def gather_kv_fp8(
     elif out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
         given = f"{out.dtype} of shape {tuple(out.shape)}, contiguous={out.is_contiguous()}"
         raise invalid(op, "out", f"contiguous bfloat16 of shape {shape}", given)
+    if indices is not None:
+        if indices.dtype != torch.int32 or indices.shape != positions.shape:
+            given = f"{indices.dtype} {tuple(indices.shape)}"
+            raise invalid(op, "indices", f"int32 of shape {tuple(positions.shape)}", given)
+        if indices.stride(1) != 1 or indices.device != cache.device:
+            given = f"strides {indices.stride()} on {indices.device}"
+            raise invalid(op, "indices", f"of unit column stride on {cache.device}", given)
     torch.ops.consistent_kernels.gather_kv_fp8(
-        cache, positions, requests, block_table, starts, out, layout.name, impl
+        cache, positions, requests, block_table, starts, out, indices, first_row, layout.name, impl
     )
     return out
 

@@ -141,17 +141,21 @@ def _write_kv_fp8_kernel(
             tl.store(rope_ptr + rope, kept)
 
 
-@triton.jit
+# Bytes alone come out of it, the same in every compiled form.
+@triton.jit(do_not_specialize=["first_row", "indices_stride"])
 def _gather_kv_fp8_kernel(
     cache_ptr,  # bytes
     positions_ptr,  # [rows, k] int32, contiguous
     requests_ptr,  # [rows]
     table_ptr,  # [B, blocks] block ids, or [B] first slots
     out_ptr,  # [rows * k, WIDTH] bf16 as int16
+    indices_ptr,  # [rows, k] int32, row stride indices_stride, or unused
     entries,
     k,
     table_stride,
     block_stride,
+    indices_stride,
+    first_row,
     BLOCK_SIZE: tl.constexpr,
     FP8_VALUES: tl.constexpr,
     BF16_VALUES: tl.constexpr,
@@ -163,6 +167,7 @@ def _gather_kv_fp8_kernel(
     SCALE_AT: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     PAGED: tl.constexpr,
+    INDICES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     WIDTH: tl.constexpr = FP8_VALUES + BF16_VALUES
@@ -171,7 +176,8 @@ def _gather_kv_fp8_kernel(
     inside = entry < entries
     position = tl.load(positions_ptr + entry, mask=inside, other=-1)
     known = position >= 0
-    request = tl.load(requests_ptr + entry // k, mask=known, other=0).to(tl.int64)
+    row = entry // k
+    request = tl.load(requests_ptr + row, mask=known, other=0).to(tl.int64)
     if PAGED:
         page = position // BLOCK_SIZE
         page = tl.load(table_ptr + request * table_stride + page, mask=known, other=0)
@@ -204,6 +210,9 @@ def _gather_kv_fp8_kernel(
         rope = tl.arange(0, BF16_VALUES)[None, :]
         rope_ptr = (value_ptr + BF16_AT).to(tl.pointer_type(tl.int16))
         kept = tl.load(rope_ptr[:, None] + rope, mask=known[:, None], other=0)
+    if INDICES:
+        place = indices_ptr + row.to(tl.int64) * indices_stride + (entry - row * k)
+        tl.store(place, tl.where(known, first_row + entry, -1), mask=inside)
     out_row = out_ptr + entry.to(tl.int64) * WIDTH
     for group in tl.static_range(GROUPS):
         value = values[group].to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -282,12 +291,15 @@ def gather_kv_fp8_fwd(
     block_table: torch.Tensor | None,
     starts: torch.Tensor | None,
     out: torch.Tensor,
+    indices: torch.Tensor | None,
+    first_row: int,
     layout: KVLayout,
 ) -> None:
     """Launch the gather kernel; see `gather_kv_fp8`.
 
     Args:
         out: [R, K, width] bf16, contiguous.
+        indices: [R, K] int32 of unit column stride, or None.
     """
     check_alignment("gather_kv_fp8", cache)
     entries = positions.numel()
@@ -301,11 +313,15 @@ def gather_kv_fp8_fwd(
         requests,
         table,
         out.view(torch.int16),
+        positions if indices is None else indices,
         entries,
         positions.shape[1],
         table.stride(0),
         cache.stride(0),
+        0 if indices is None else indices.stride(0),
+        first_row,
         PAGED=block_table is not None,
+        INDICES=indices is not None,
         ROWS=rows,
         num_warps=GATHER_WARPS,
         enable_fp_fusion=False,

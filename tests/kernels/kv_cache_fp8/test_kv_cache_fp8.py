@@ -176,6 +176,16 @@ def test_gather_kv_fp8_paged_equals_contiguous(
         impl=impl,
         block_table=table.to(device),
     )
+    # The rows' indices come with them: into some columns of a wider tensor, from any first row.
+    columns = torch.full((3, 50), 77, dtype=torch.int32, device=device)
+    again = gather_kv_fp8(
+        cache, *args, layout=layout, impl=impl, block_table=table.to(device),
+        indices=columns[:, 7:47], first_row=11,
+    )  # fmt: skip
+    assert_bitwise_equal(again, paged)
+    named = workspace_indices(args[0])
+    assert_bitwise_equal(columns[:, 7:47], torch.where(named >= 0, named + 11, -1))
+    assert bool((columns[:, :7] == 77).all() and (columns[:, 47:] == 77).all())
     index = workspace_indices(args[0], requests, 70).long()
     picked = whole.flatten(0, 1)[index.clamp_min(0)]
     picked[index < 0] = 0.0
@@ -334,6 +344,12 @@ def test_kv_cache_fp8_rejects_bad_inputs() -> None:
         gather_kv_fp8(
             cache, positions, slots[:1], layout=V32, impl="reference", starts=slots, out=kv
         )
+    for wrong in (positions[:, 1:], positions.long(), positions.repeat(1, 2)[:, ::2]):
+        with pytest.raises(InvalidInputError, match="indices must be"):
+            gather_kv_fp8(
+                cache, positions, slots[:1], layout=V32, impl="reference", starts=slots,
+                indices=wrong,
+            )  # fmt: skip
 
 
 def test_kv_cache_fp8_rejects_indices_out_of_range() -> None:

@@ -64,12 +64,12 @@ def test_gather_kv_fp8_cross_compiles(arch: int, layout: KVLayout, paged: bool) 
             "requests_ptr": "*i32",
             "table_ptr": "*i32",
             "out_ptr": "*i16",
-            "entries": "i32",
-            "k": "i32",
-            "table_stride": "i32",
-            "block_stride": "i32",
-        },
-        constexprs=_constants(layout, 64) | {"PAGED": paged, "ROWS": gather_rows(layout)},
+            "indices_ptr": "*i32",
+        }
+        | dict.fromkeys(("entries", "k", "table_stride", "block_stride"), "i32")
+        | dict.fromkeys(("indices_stride", "first_row"), "i32"),
+        constexprs=_constants(layout, 64)
+        | {"PAGED": paged, "INDICES": paged, "ROWS": gather_rows(layout)},
         num_warps=GATHER_WARPS,
         enable_fp_fusion=False,
     )
@@ -105,8 +105,12 @@ for layout in LAYOUTS.values():
             gather = lambda **places: gather_kv_fp8(
                 cache, positions, requests, layout=layout, impl=impl, **places
             )
-            rows = gather(block_table=table), gather(starts=torch.tensor([3, 40]))
-            found.append((cache.as_strided((5 * cache.stride(0),), (1,)), *rows))
+            indices = torch.zeros((3, 9), dtype=torch.int32)
+            rows = (
+                gather(block_table=table, indices=indices[:, 1:8], first_row=100),
+                gather(starts=torch.tensor([3, 40])),
+            )
+            found.append((cache.as_strided((5 * cache.stride(0),), (1,)), *rows, indices))
         for ours, expected in zip(found[1], found[0], strict=True):
             assert_bitwise_equal(ours, expected)
 print("same")

@@ -24,27 +24,21 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _token_offsets(
-    rows_ptr, start, D: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """Return (element offsets of the kv of GROUP tokens, whether each exists)."""
-    token = start + tl.arange(0, GROUP)
-    row = tl.load(rows_ptr + token)
-    series = tl.where(token >= RATIO, D, 0) if OVERLAP else 0
-    return tl.multiple_of(tl.maximum(row, 0).to(tl.int64) * (2 * W) + series, 16), row >= 0
-
-
-@triton.jit
 def _load_group(
-    state_ptr, rows_ptr, start, D: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr,
+    state_ptr, row, start, D: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr,
     OVERLAP: tl.constexpr, GROUP: tl.constexpr, WITH_KV: tl.constexpr,
 ):  # fmt: skip
-    """Return (scores [GROUP, D], -inf where no token is; kv [GROUP, D], 0 there)."""
-    offset, exists = _token_offsets(rows_ptr, start, D, W, RATIO, OVERLAP, GROUP)
+    """Return (scores [GROUP, D], -inf where no token is; kv [GROUP, D], 0 there).
+
+    Args:
+        row: [GROUP] rows of state of the tokens from `start` on, -1 for none.
+    """
+    exists = (row >= 0)[:, None]
+    series = tl.where(start + tl.arange(0, GROUP) >= RATIO, D, 0) if OVERLAP else 0
+    offset = tl.multiple_of(tl.maximum(row, 0).to(tl.int64) * (2 * W) + series, 16)
     place = state_ptr + offset[:, None] + tl.arange(0, D)[None, :]
-    score = tl.load(place + W, mask=exists[:, None], other=float("-inf"))
-    kv = tl.load(place, mask=exists[:, None], other=0.0) if WITH_KV else score
+    score = tl.load(place + W, mask=exists, other=float("-inf"))
+    kv = tl.load(place, mask=exists, other=0.0) if WITH_KV else score
     return score, kv
 
 
@@ -60,11 +54,11 @@ def _group_sums(
 
 @triton.jit
 def _entry(
-    entry,
+    row,  # [GROUP] the entry's first rows
+    position,
+    norm,  # [D] of weight_ptr
     state_ptr,
-    rows_ptr,
-    positions_ptr,
-    weight_ptr,
+    rows_ptr,  # of the entry
     cos_ptr,
     sin_ptr,
     norm_eps,
@@ -80,35 +74,32 @@ def _entry(
     LEVELS: tl.constexpr,
 ):
     """Return one entry, [D] fp32, before its rounding."""
-    column = tl.arange(0, D)
-    entry_rows_ptr = rows_ptr + entry * TOKENS
-    # What the state does not decide is read first: a sum's barrier would hold these loads back.
-    norm = tl.load(weight_ptr + column).to(tl.float32)
+    if TOKENS == GROUP:
+        score, kv = _load_group(state_ptr, row, 0, D, W, RATIO, OVERLAP, GROUP, WITH_KV=True)
+    # Before the sums, whose barriers would hold these loads back.
     pair = tl.arange(0, D // 2) - (D // 2 - HALF)
-    position = tl.load(positions_ptr + entry).to(tl.int64)
+    position = position.to(tl.int64)
     known = (pair >= 0) & (position >= 0) & (position < max_position)
     cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))
     sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))
-    lowest = tl.full((D,), LOWEST, tl.float32)
+    peak = tl.full((D,), LOWEST, tl.float32)
     if TOKENS == GROUP:
-        score, kv = _load_group(
-            state_ptr, entry_rows_ptr, 0, D, W, RATIO, OVERLAP, GROUP, WITH_KV=True
-        )
-        total, pooled = _group_sums(
-            score, kv, tl.maximum(lowest, tl.max(score, 0)), D, GROUP, GROUP_LEVELS
-        )
+        peak = tl.maximum(peak, tl.max(score, 0))
+        total, pooled = _group_sums(score, kv, peak, D, GROUP, GROUP_LEVELS)
     else:
-        peak = lowest
+        token = tl.arange(0, GROUP)
         for start in range(0, TOKENS, GROUP):
+            row = tl.load(rows_ptr + start + token)
             score, _ = _load_group(
-                state_ptr, entry_rows_ptr, start, D, W, RATIO, OVERLAP, GROUP, WITH_KV=False
+                state_ptr, row, start, D, W, RATIO, OVERLAP, GROUP, WITH_KV=False
             )
             peak = tl.maximum(peak, tl.max(score, 0))
         total = tl.zeros((D,), tl.float32)
         pooled = tl.zeros((D,), tl.float32)
         for start in range(0, TOKENS, GROUP):
+            row = tl.load(rows_ptr + start + token)
             score, kv = _load_group(
-                state_ptr, entry_rows_ptr, start, D, W, RATIO, OVERLAP, GROUP, WITH_KV=True
+                state_ptr, row, start, D, W, RATIO, OVERLAP, GROUP, WITH_KV=True
             )
             group_total, group_pooled = _group_sums(score, kv, peak, D, GROUP, GROUP_LEVELS)
             total += group_total
@@ -150,8 +141,11 @@ def _compress_fwd_kernel(
     LEVELS: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + entry * TOKENS + tl.arange(0, GROUP))
+    position = tl.load(positions_ptr + entry)
+    norm = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
     out = _entry(
-        entry, state_ptr, rows_ptr, positions_ptr, weight_ptr, cos_ptr, sin_ptr, norm_eps,
+        row, position, norm, state_ptr, rows_ptr + entry * TOKENS, cos_ptr, sin_ptr, norm_eps,
         max_position, TOKENS, RATIO, OVERLAP, D, W, HALF, GROUP, GROUP_LEVELS, LEVELS,
     )  # fmt: skip
     tl.store(out_ptr + entry * D + tl.arange(0, D), out.to(out_ptr.dtype.element_ty))
@@ -199,9 +193,13 @@ def _compress_to_cache_kernel(
 ):
     entry = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + entry).to(tl.int64)
+    # Before the slot is known: one wait for memory less.
+    row = tl.load(rows_ptr + entry * TOKENS + tl.arange(0, GROUP))
+    position = tl.load(positions_ptr + entry)
+    norm = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
     if slot >= 0:
         out = _entry(
-            entry, state_ptr, rows_ptr, positions_ptr, weight_ptr, cos_ptr, sin_ptr, norm_eps,
+            row, position, norm, state_ptr, rows_ptr + entry * TOKENS, cos_ptr, sin_ptr, norm_eps,
             max_position, TOKENS, RATIO, OVERLAP, D, W, HALF, GROUP, GROUP_LEVELS, LEVELS,
         )  # fmt: skip
         # The rounding that `compress` ends with and `write_kv_fp8` begins with.

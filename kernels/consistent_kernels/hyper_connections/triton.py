@@ -22,7 +22,7 @@ from consistent_kernels.hyper_connections.spec import (
 from consistent_kernels.triton_tree import (
     halving_tree_columns,
     halving_tree_rows,
-    halving_tree_sum,
+    halving_tree_sum_by_pairs,
 )
 
 
@@ -88,6 +88,7 @@ def _logits(
     part_ptr,
     base_ptr,
     first,
+    step: tl.constexpr,
     scale,
     rstd,
     tokens,
@@ -97,8 +98,8 @@ def _logits(
     BLOCK_N: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Add the parts of COUNT columns from `first` in one tree; all loads are in flight at once."""
-    columns = first + tl.arange(0, COUNT)
+    """Add the parts of COUNT columns from `first`, `step` apart, in one tree, loads at once."""
+    columns = first + step * tl.arange(0, COUNT)
     parts = tl.arange(0, PART_ROWS)
     rows = parts.to(tl.int64) * tokens + tl.program_id(0)
     values = tl.load(
@@ -108,6 +109,35 @@ def _logits(
     )
     total = halving_tree_rows(values, PART_ROWS, COUNT, PART_LEVELS)
     return total * tl.broadcast_to(rstd, (COUNT,)) * scale + tl.load(base_ptr + columns)
+
+
+@triton.jit
+def _rows_divided(comb, below, after, S: tl.constexpr, LEVELS: tl.constexpr):
+    """comb / (row sums + below) + after, for a matrix [S, S] held as a tuple of its columns.
+
+    Rows are threads, so a row's sum needs no other thread.
+    """
+    total = comb
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for place in tl.static_range(S >> (level + 1)):
+            halves += (total[place] + total[place + (S >> (level + 1))],)
+        total = halves
+    divisor = total[0] + below
+    divided = ()
+    for stream in tl.static_range(S):
+        divided += (tl.div_rn(comb[stream], divisor) + after,)
+    return divided
+
+
+@triton.jit
+def _columns_divided(comb, below, S: tl.constexpr, LEVELS: tl.constexpr):
+    """comb / (column sums + below), for a matrix [S, S] held as a tuple of its columns."""
+    divided = ()
+    for stream in tl.static_range(S):
+        total = halving_tree_sum_by_pairs(comb[stream], S, LEVELS) + below
+        divided += (tl.div_rn(comb[stream], tl.full((S,), total, tl.float32)),)
+    return divided
 
 
 @triton.jit(do_not_specialize=["tokens", "norm_eps", "eps", "post_multiplier"])
@@ -142,14 +172,14 @@ def _hc_map_fwd_kernel(
     squares = tl.load(
         square_ptr + parts.to(tl.int64) * tokens + token, mask=parts < PARTS, other=0.0
     )
-    square_sum = halving_tree_sum(squares, PART_ROWS, PART_LEVELS)
-    mean = tl.div_rn(square_sum, tl.full((1,), S * H, tl.float32))
+    square_sum = halving_tree_sum_by_pairs(squares, PART_ROWS, PART_LEVELS)
+    mean = tl.div_rn(tl.full((1,), square_sum, tl.float32), tl.full((1,), S * H, tl.float32))
     rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + norm_eps))
 
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < H
     pre = _logits(
-        part_ptr, base_ptr, 0, tl.load(scale_ptr), rstd, tokens,
+        part_ptr, base_ptr, 0, 1, tl.load(scale_ptr), rstd, tokens,
         PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
     )  # fmt: skip
     weight = _sigmoid(pre) + eps
@@ -164,27 +194,30 @@ def _hc_map_fwd_kernel(
     if HAS_COMB:  # noqa: SIM102 (decided at compile time)
         if tl.program_id(1) == 0:
             post = _logits(
-                part_ptr, base_ptr, S, tl.load(scale_ptr + 1), rstd, tokens,
+                part_ptr, base_ptr, S, 1, tl.load(scale_ptr + 1), rstd, tokens,
                 PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
             )  # fmt: skip
             tl.store(post_ptr + token * S + streams, _sigmoid(post) * post_multiplier)
-            comb = _logits(
-                part_ptr, base_ptr, 2 * S, tl.load(scale_ptr + 2), rstd, tokens,
-                PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S * S,
-            )  # fmt: skip
-            comb = tl.reshape(comb, (S, S))
-            square = streams[:, None] * S + streams[None, :]
-            comb = tl.exp(comb - tl.max(comb, 1)[:, None])
-            row_sum = halving_tree_columns(comb, S, S, STREAM_LEVELS)
-            comb = tl.div_rn(comb, tl.broadcast_to(row_sum[:, None], (S, S))) + eps
-            column_sum = halving_tree_rows(comb, S, S, STREAM_LEVELS) + eps
-            comb = tl.div_rn(comb, tl.broadcast_to(column_sum[None, :], (S, S)))
+            comb = ()
+            for stream in tl.static_range(S):
+                column = _logits(
+                    part_ptr, base_ptr, 2 * S + stream, S, tl.load(scale_ptr + 2), rstd, tokens,
+                    PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
+                )  # fmt: skip
+                comb += (column,)
+            peak = comb[0]
+            for stream in tl.static_range(1, S):
+                peak = tl.maximum(peak, comb[stream])
+            exponents = ()
+            for stream in tl.static_range(S):
+                exponents += (tl.exp(comb[stream] - peak),)
+            comb = _rows_divided(exponents, 0.0, eps, S, STREAM_LEVELS)
+            comb = _columns_divided(comb, eps, S, STREAM_LEVELS)
             for _ in range(ITERATIONS - 1):
-                row_sum = halving_tree_columns(comb, S, S, STREAM_LEVELS) + eps
-                comb = tl.div_rn(comb, tl.broadcast_to(row_sum[:, None], (S, S)))
-                column_sum = halving_tree_rows(comb, S, S, STREAM_LEVELS) + eps
-                comb = tl.div_rn(comb, tl.broadcast_to(column_sum[None, :], (S, S)))
-            tl.store(comb_ptr + token * S * S + square, comb)
+                comb = _rows_divided(comb, eps, 0.0, S, STREAM_LEVELS)
+                comb = _columns_divided(comb, eps, S, STREAM_LEVELS)
+            for stream in tl.static_range(S):
+                tl.store(comb_ptr + (token * S + streams) * S + stream, comb[stream])
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.rms_norm.spec import LANES, num_warps
-from consistent_kernels.triton_tree import halving_tree_sum
+from consistent_kernels.triton_tree import halving_tree_sum_by_pairs
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
@@ -53,7 +53,8 @@ def _rms_norm_fwd_kernel(
     for first in tl.static_range(0, H, LANES):
         x = xs[first // LANES]
         squares += x * x
-    mean = tl.div_rn(halving_tree_sum(squares, LANES, LEVELS), tl.full((1,), H, tl.float32))
+    square_sum = halving_tree_sum_by_pairs(squares, LANES, LEVELS)
+    mean = tl.div_rn(tl.full((1,), square_sum, tl.float32), tl.full((1,), H, tl.float32))
     rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     for first in tl.static_range(0, H, LANES):
         inside = first + lane < H

@@ -18,6 +18,7 @@ using std::min;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int __ffs(int value) { return __builtin_ffs(value); }
+static int __clz(int value) { return value ? __builtin_clz(value) : 32; }
 static int __clzll(long long value) { return value ? __builtin_clzll(value) : 64; }
 struct Index { int x, y, z; };
 
@@ -77,6 +78,10 @@ static unsigned warp_sum(unsigned value) {
         for (int lane = 0; lane < 32; ++lane) sum += values[lane];
         return sum;
     });
+}
+
+static unsigned __shfl_sync(unsigned, unsigned value, int from) {
+    return over_warp(value, [from](unsigned long long* values, int) { return values[from]; });
 }
 
 static unsigned __shfl_up_sync(unsigned, unsigned value, int by) {

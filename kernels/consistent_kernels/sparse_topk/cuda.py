@@ -2,6 +2,7 @@
 
 Built from Triton's missing pieces: shared-memory atomics count the bins, and a cluster of blocks
 shares a long row. Integers alone: neither the blocks of a row nor its keys in a thread move a bit.
+`short.cu` gives the same bits for rows that one block's registers hold, by fewer instructions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from consistent_kernels.sparse_topk.spec import (
     BLOCK_THREADS,
     BLOCKS,
     MANY_ROWS,
+    SHORT_COLUMNS,
+    SHORT_FEW_ROWS,
+    SHORT_MANY_ROWS,
+    SHORT_PLACES,
     VECTORS,
 )
 from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
@@ -34,6 +39,8 @@ class Shape(NamedTuple):
     """Of a block."""
     resident: int = 1
     """Blocks that a multiprocessor must hold at once: fewer registers for each."""
+    short: bool = False
+    """By `short.cu`."""
 
 
 def row_shape(rows: int, columns: int) -> Shape | None:
@@ -41,6 +48,8 @@ def row_shape(rows: int, columns: int) -> Shape | None:
 
     The fewer rows, the more blocks share one: as long as all rows are in work at once.
     """
+    if columns <= SHORT_COLUMNS:
+        return Shape(1, *(SHORT_FEW_ROWS if rows <= MANY_ROWS else SHORT_MANY_ROWS), short=True)
     threads = BLOCK_THREADS[-1]
     # A row's first vector begins at or before its start, so no row has more vectors than columns.
     needed = -(-columns // (4 * threads))
@@ -84,32 +93,41 @@ def sparse_topk_select(
     held = 4 * shape.blocks * shape.vectors * shape.threads
     if shape.vectors and held < columns:
         raise invalid("sparse_topk", "shape", f"of at least {columns} scores", held)
+    if shape.short and k > SHORT_PLACES:
+        raise invalid("sparse_topk", "k", f"at most {SHORT_PLACES} for a short row's shape", k)
+    wide = int(starts.dtype == torch.int64)
+    defines = {
+        "THREAD_VECTORS": shape.vectors,
+        "BLOCK_THREADS": shape.threads,
+        "RESIDENT_BLOCKS": shape.resident,
+    }
+    if shape.short:
+        file, kernel = "short.cu", "sparse_topk_short_kernel"
+        defines["BORDER_BYTES"] = 8 if wide else 4
+    else:
+        file, kernel = "select.cu", "sparse_topk_kernel"
+        defines["ROW_BLOCKS"] = shape.blocks
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     # Rows lie along the grid's second dimension, which holds 65,535.
     for begin in range(0, rows, 65535):
         part = slice(begin, begin + 65535)
+        args = [
+            (scores[part].data_ptr(), pointer),
+            (starts[part].data_ptr(), pointer),
+            (ends[part].data_ptr(), pointer),
+            (out[part].data_ptr(), pointer),
+            (scores.stride(0), ctypes.c_longlong),
+            (columns, integer),
+            (k, integer),
+        ]
         launch_cuda(
             "consistent_kernels.sparse_topk",
-            "select.cu",
-            "sparse_topk_kernel",
-            defines={
-                "ROW_BLOCKS": shape.blocks,
-                "THREAD_VECTORS": shape.vectors,
-                "BLOCK_THREADS": shape.threads,
-                "RESIDENT_BLOCKS": shape.resident,
-            },
+            file,
+            kernel,
+            defines=defines,
             grid=(shape.blocks, min(rows - begin, 65535), 1),
             threads=shape.threads,
-            args=[
-                (scores[part].data_ptr(), pointer),
-                (starts[part].data_ptr(), pointer),
-                (ends[part].data_ptr(), pointer),
-                (out[part].data_ptr(), pointer),
-                (scores.stride(0), ctypes.c_longlong),
-                (columns, integer),
-                (k, integer),
-                (int(starts.dtype == torch.int64), integer),
-            ],
+            args=args if shape.short else [*args, (wide, integer)],
             device=scores.device,
         )
     return out

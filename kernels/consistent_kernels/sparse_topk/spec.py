@@ -53,10 +53,26 @@ BLOCKS = (1, 2, 4, 8)
 VECTORS = (1, 2, 4, 8)
 """CUDA: times four keys that a thread holds; longer rows are read anew in each pass."""
 
+SHORT_COLUMNS = 0
+"""CUDA: rows of at most so many columns are `short.cu`'s. 0: none, until a GPU has timed it."""
+
+SHORT_FEW_ROWS, SHORT_MANY_ROWS = (2, 512, 1), (2, 512, 2)
+"""CUDA, `short.cu`: vectors, threads and resident blocks, of at most MANY_ROWS rows and of more:
+two blocks of a multiprocessor have twice as many rows in work at once."""
+
+SHORT_VECTORS = (1, 2, 4)
+"""CUDA, `short.cu`: times four scores that a thread holds."""
+
+SHORT_THREADS = (256, 512, 1024)
+"""CUDA, `short.cu`: threads of a block."""
+
+SHORT_PLACES = 4096
+"""CUDA, `short.cu`: selected places that its shared memory holds."""
+
 _FILES = {
     "reference": ("reference.py",),
     "triton": ("triton.py",),
-    "cuda": ("cuda.py", "select.cu", "triton.py"),
+    "cuda": ("cuda.py", "select.cu", "short.cu", "triton.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from importlib import resources
 from pathlib import Path
 
 import pytest
 import torch
 from topk_cases import borders, hazard_scores
+from topk_on_cpu import build_for_cpu, run_on_cpu
 
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.nvrtc import compile_cuda
@@ -23,14 +22,13 @@ needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the CUDA program needs a CUDA device"
 )
 PACKAGE = "consistent_kernels.sparse_topk"
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("shape", [Shape(1, 1), Shape(8, 2, 512, 2), Shape(8, 0)])
 def test_sparse_topk_compiles_by_nvrtc(arch: int, shape: Shape) -> None:
     names = ("ROW_BLOCKS", "THREAD_VECTORS", "BLOCK_THREADS", "RESIDENT_BLOCKS")
-    defines = dict(zip(names, shape, strict=True))
+    defines = dict(zip(names, shape[:4], strict=True))
     assert compile_cuda(PACKAGE, "select.cu", f"sm_{arch}", defines).startswith(b"\x7fELF")
 
 
@@ -53,50 +51,11 @@ def test_sparse_topk_blocks_hold_every_row() -> None:
             assert shape.blocks == 1 or rows * shape.blocks <= MANY_ROWS
 
 
-def build_for_cpu(folder: Path, threads: int, *change: str) -> ctypes.CDLL:
-    """The source as a CPU library whose threads are fibers; GPU instructions are replaced."""
-    source = (resources.files(PACKAGE) / "select.cu").read_text()
-    if change:
-        assert change[0] in source
-        source = source.replace(*change)
-    before, rest = source.split("// <device>")
-    body = rest.split("// </device>")[1].split("// <kernel>")[0]
-    (folder / "select.h").write_text(before + body)
-    command = [
-        "g++", "-O1", "-std=c++17", "-shared", "-fPIC", f"-I{SUPPORT}",
-        f"-DBLOCK_THREADS={threads}", f'-DSOURCE="{folder / "select.h"}"',
-        str(SUPPORT / "select_on_cpu.cpp"), "-o", str(folder / "select.so"),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return ctypes.CDLL(str(folder / "select.so"))
-
-
-def run_on_cpu(
-    library: ctypes.CDLL,
-    shape: tuple[int, int],
-    scores: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    k: int,
-) -> torch.Tensor:
-    rows, columns = scores.shape
-    buffer = torch.full((rows, -(-columns // 16) * 16), float("inf"))
-    buffer[:, :columns] = scores
-    got = torch.full((rows, k), -7, dtype=torch.int32)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (buffer, starts, ends, got))
-    done = library.select_on_cpu(
-        *shape, *pointers, rows, ctypes.c_longlong(buffer.stride(0)), columns, k,
-        int(starts.dtype == torch.int64),
-    )  # fmt: skip
-    assert done == 1
-    return got
-
-
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
     """By threads of a block."""
     return {
-        threads: build_for_cpu(tmp_path_factory.mktemp("select"), threads)
+        threads: build_for_cpu("select", tmp_path_factory.mktemp("select"), threads)
         for threads in BLOCK_THREADS
     }
 
@@ -142,7 +101,7 @@ def test_sparse_topk_on_cpu_threads_equals_reference(
 
 
 def test_control_a_wrong_rank_on_cpu_threads_differs(tmp_path: Path) -> None:
-    faulty = build_for_cpu(tmp_path, 1024, "larger == need - 1", "larger == need - 2")
+    faulty = build_for_cpu("select", tmp_path, 1024, "larger == need - 1", "larger == need - 2")
     scores, bounds = torch.zeros(1, 200), borders((0, 200))
     expected = sparse_topk(scores, *bounds, 100, impl="reference")
     assert not bitwise_equal(run_on_cpu(faulty, (1, 1), scores, *bounds, 100), expected)

@@ -56,6 +56,25 @@ static u32 ordered_halves(u32 low, u32 high) {
     return ordered_half(low) | ordered_half(high) << 16;
 }
 
+static void count_pair(u32* counts, u32 pair) {
+    atomicAdd(&counts[pair >> 4 & 0xfffu], 1u);
+    atomicAdd(&counts[pair >> 20], 1u);
+}
+
+static void add_if(u32& sum, u32 score, float from, u32 value) {
+    if (as_float(score) >= from) sum += value;
+}
+
+struct Slot {
+    int* at;
+
+    explicit Slot(int* start) : at(start) {}
+
+    void put_if(u32 score, float from, int place) {
+        if (as_float(score) >= from) *at-- = place;
+    }
+};
+
 #include SOURCE
 
 static std::vector<Shared> shared_memory;

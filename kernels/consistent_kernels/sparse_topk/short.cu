@@ -83,6 +83,36 @@ __device__ __forceinline__ u32 ordered_halves(u32 low, u32 high) {
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(pair));  // all bits of such a half
     return pair ^ (negative | 0x80008000u);
 }
+
+// Count the bins of two ordered halves: the upper 12 bits of each, times 4, are an address.
+__device__ __forceinline__ void count_pair(u32* counts, u32 pair) {
+    asm volatile("{\n.reg .u32 at;\n"
+                 "and.b32 at, %1, 0xfff0;\nshr.u32 at, at, 2;\nadd.u32 at, at, %0;\n"
+                 "red.shared.add.u32 [at], 1;\n"
+                 "and.b32 at, %1, 0xfff00000;\nshr.u32 at, at, 18;\nadd.u32 at, at, %0;\n"
+                 "red.shared.add.u32 [at], 1;\n}"
+                 :: "r"((u32)__cvta_generic_to_shared(counts)), "r"(pair) : "memory");
+}
+
+// sum += value if a score is at least `from`: one instruction after the comparison.
+__device__ __forceinline__ void add_if(u32& sum, u32 score, float from, u32 value) {
+    asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p add.u32 %0, %0, %3;\n}"
+        : "+r"(sum) : "f"(as_float(score)), "f"(from), "r"(value));
+}
+
+// Where places are put, downwards.
+struct Slot {
+    u32 at;
+
+    __device__ __forceinline__ explicit Slot(int* start)
+        : at((u32)__cvta_generic_to_shared(start)) {}
+
+    __device__ __forceinline__ void put_if(u32 score, float from, int place) {
+        asm volatile("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n"
+                     "@p st.shared.u32 [%0], %3;\n@p add.u32 %0, %0, -4;\n}"
+                     : "+r"(at) : "f"(as_float(score)), "f"(from), "r"(place) : "memory");
+    }
+};
 // </device>
 
 // Unsigned integers that compare as the spec's order does; 0 is kept for places outside the row.
@@ -177,13 +207,12 @@ struct Scores {
     }
 
     __device__ __forceinline__ void mask() {
+        if (place(0, 0) >= first && place(VECTORS - 1, 4) <= stop) return;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (place(v, 0) < first || place(v, 4) > stop) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (!inside(v, j)) bits[v][j] = NOTHING;
-                }
+            for (int j = 0; j < 4; ++j) {
+                if (!inside(v, j)) bits[v][j] = NOTHING;
             }
         }
     }
@@ -311,20 +340,16 @@ __device__ __forceinline__ void write_places(
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) counts += (u32)(as_float(scores.bits[v][j]) >= from) << (8 * v);
+        for (int j = 0; j < 4; ++j) add_if(counts, scores.bits[v][j], from, 1u << (8 * v));
     }
     rank_vectors<VECTORS>(shared.totals[1], counts, ranks);
     int* places = reinterpret_cast<int*>(shared.counts);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        int* at = places + (k - 1 - (int)ranks[v]);
-        int place = scores.place(v, 0) - scores.first;
+        Slot slot(places + (k - 1 - (int)ranks[v]));
+        const int place = scores.place(v, 0) - scores.first;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const bool in = as_float(scores.bits[v][j]) >= from;
-            if (in) *at = place + j;
-            at -= in;
-        }
+        for (int j = 0; j < 4; ++j) slot.put_if(scores.bits[v][j], from, place + j);
     }
     __syncthreads();
     if (k % 4 == 0) {
@@ -359,14 +384,14 @@ __device__ __forceinline__ void sparse_topk_short(
     const int start = (int)max(given_start, (Border)0);
     const int end = (int)min(given_end, (Border)columns);
     const int length = end - start;
-    out += (long long)row * k;
+    out += (unsigned long long)row * (u32)k;
     if (length <= k) {
 #pragma unroll 1
         for (int i = t; i < k; i += THREADS) out[i] = i < length ? length - 1 - i : -1;
         return;
     }
     const int origin = start & ~3;
-    if (origin) scores.load(all_scores + origin, (end - origin + 3) / 4);
+    if (origin) scores.load(all_scores + origin, (int)((u32)(end - origin + 3) / 4));
     scores.first = start - origin;
     scores.stop = end - origin;
     scores.mask();
@@ -374,10 +399,7 @@ __device__ __forceinline__ void sparse_topk_short(
     for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
-            const u32 pair = ordered_halves(scores.bits[v][j], scores.bits[v][j + 1]);
-            char* counts = reinterpret_cast<char*>(shared.counts);  // bin times 4: pair / 16 * 4
-            atomicAdd(reinterpret_cast<u32*>(counts + (pair >> 2 & 0x3ffcu)), 1u);
-            atomicAdd(reinterpret_cast<u32*>(counts + (pair >> 18 & 0x3ffcu)), 1u);
+            count_pair(shared.counts, ordered_halves(scores.bits[v][j], scores.bits[v][j + 1]));
         }
     }
     find_bin(shared, (u32)k, [&](u32 bin, u32 need, u32 equal) {

@@ -100,7 +100,8 @@ static unsigned atomicAdd(unsigned* at, unsigned value) {
     return before;
 }
 
-// Run `body` in every thread of a cluster, in an order that `seed` shuffles; false if it hangs.
+// Run `body` in every thread of a cluster, in an order and at a pace of each warp that `seed` draws;
+// false if it hangs.
 template <class Body>
 static bool run_cluster(int cluster, int row_index, unsigned seed, Body body) {
     static Body* running;
@@ -132,11 +133,18 @@ static bool run_cluster(int cluster, int row_index, unsigned seed, Body body) {
     }
     srand(seed);
     for (int i = count - 1; i > 0; --i) std::swap(order[i], order[rand() % (i + 1)]);
+    std::vector<char> rests(count / 32);
     for (int round = 0, left = count; left; ++round) {
         if (round == 100000) return false;
+        // Half of the warps rest for some rounds, so that no warp keeps pace without a barrier.
+        if (round % 8 == 0) for (char& rest : rests) rest = rand() / 256 % 2;
         left = 0;
         for (int i : order) {
             if (fibers[i].done) continue;
+            if (rests[i / 32]) {
+                ++left;
+                continue;
+            }
             current = i;
             swapcontext(&scheduler, &fibers[i].context);
             left += !fibers[i].done;

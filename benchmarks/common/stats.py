@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from consistent_kernels.errors import invalid
 
@@ -58,9 +58,10 @@ def paired_ratio(ours: Sequence[float], stock: Sequence[float]) -> Ratio:
     )
 
 
-def abba(pairs: int) -> list[str]:
-    """Return the order of the runs: A B, B A, A B, ..., so that a drift hits both alike."""
+def in_turns(names: Iterable[str], rounds: int) -> list[str]:
+    """Return the order of the runs: A B, B A, A B, ..., so that a drift hits all alike."""
+    names = list(names)
     order: list[str] = []
-    for pair in range(pairs):
-        order += ("A", "B") if pair % 2 == 0 else ("B", "A")
+    for turn in range(rounds):
+        order += names if turn % 2 == 0 else reversed(names)
     return order

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common.stats import abba
+from benchmarks.common.stats import in_turns
 
 _FLUSH_BYTES = 256 << 20
 """Written before each timed call; several times the L2 cache of an H200 (50 MB)."""
+
+_SLEEP_CYCLES = 100_000
+"""What the GPU waits instead where the cache stays warm, so that the host is ahead of it."""
 
 
 def interleaved_us(
@@ -30,19 +33,40 @@ def interleaved_us(
     between two events, after a write that empties the L2 cache. On a CPU the wall clock.
     """
     calls = {"A": ours, "B": stock or ours}
-    timer = _cuda_times if device == "cuda" else _cpu_times
-    times = timer(calls, repeats, graph)
-    median = {name: statistics.median(values) for name, values in times.items()}
+    median = medians_us(calls, device=device, repeats=repeats, graph=graph)
     return median["A"], median["B"] if stock else None
 
 
+def medians_us(
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    device: str,
+    repeats: int,
+    graph: bool = True,
+    cold: bool = True,
+) -> dict[str, float]:
+    """Return each call's median microseconds; all take turns, so that drift meets them alike.
+
+    Args:
+        calls: by name; timed in their order, then in the reverse order, and so on.
+        device: "cuda" or "cpu".
+        repeats: timed calls of each.
+        graph: on CUDA, replay captured calls.
+        cold: on CUDA, empty the L2 cache before each call.
+    """
+    order = in_turns(calls, repeats)
+    on_cuda = device == "cuda"
+    times = _cuda_times(calls, order, graph, cold) if on_cuda else _cpu_times(calls, order)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def _cpu_times(
-    calls: Mapping[str, Callable[[], Any]], repeats: int, graph: bool
+    calls: Mapping[str, Callable[[], Any]], order: Sequence[str]
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    for name in abba(repeats):
+    for name in order:
         begin = time.perf_counter()
         calls[name]()
         times[name].append((time.perf_counter() - begin) * 1e6)
@@ -50,14 +74,17 @@ def _cpu_times(
 
 
 def _cuda_times(
-    calls: Mapping[str, Callable[[], Any]], repeats: int, graph: bool
+    calls: Mapping[str, Callable[[], Any]], order: Sequence[str], graph: bool, cold: bool
 ) -> dict[str, list[float]]:
     launches = {name: _captured(call) if graph else call for name, call in calls.items()}
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for name in (*calls, *abba(repeats)):
+    for name in (*calls, *order):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        if cold:
+            flush.zero_()
+        else:
+            torch.cuda._sleep(_SLEEP_CYCLES)
         begin.record()
         launches[name]()
         end.record()

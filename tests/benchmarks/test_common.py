@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common import record
 from benchmarks.common.rows import merge_into, merged, read_rows
-from benchmarks.common.stats import abba, paired_ratio
+from benchmarks.common.stats import in_turns, paired_ratio
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
 
 
@@ -46,8 +46,9 @@ def test_paired_ratio_rejects_what_has_no_ratio(ours: list[float], stock: list[f
         paired_ratio(ours, stock)
 
 
-def test_abba_alternates_the_order() -> None:
-    assert "".join(abba(5)) == "ABBAABBAAB"
+def test_in_turns_alternates_the_order() -> None:
+    assert "".join(in_turns("AB", 5)) == "ABBAABBAAB"
+    assert "".join(in_turns("ABC", 2)) == "ABCCBA"
 
 
 def test_merge_replaces_by_key_and_keeps_the_rest() -> None:

@@ -136,21 +136,31 @@ def make_step(setting: Setting, ratio: int, size: int, tokens: int) -> Step:
     )
 
 
+def steps(
+    setting: Setting, name: str, ratio: int, size: int, tokens: int
+) -> Iterator[tuple[Case, Step]]:
+    """The same step by each implementation; `step.cache` is what it writes."""
+    step = make_step(setting, ratio, size, tokens)
+    for impl in setting.implementations(IMPLEMENTATIONS):
+        run = functools.partial(step.entries, impl)
+        yield (
+            Case(
+                op="compressor",
+                shape=f"{name} tokens={tokens} ratio={ratio} D={size}",
+                impl=impl,
+                ours=functools.partial(step.ours, impl),
+                stock=step.stock if setting.device == "cuda" else None,
+                relations=functools.partial(check_rows, run, tokens),
+                reason=_REASON if setting.device == "cuda" else _NO_CPU,
+            ),
+            step,
+        )
+
+
 def cases(setting: Setting) -> Iterator[Case]:
     """CSA and HCA of the attention, CSA of the indexer, at decode sizes."""
     for name, ratio, size in _FORMS:
         for tokens in setting.rows():
-            if tokens > 256:
-                continue  # a prefill closes one window in `ratio` tokens
-            step = make_step(setting, ratio, size, tokens)
-            for impl in setting.implementations(IMPLEMENTATIONS):
-                run = functools.partial(step.entries, impl)
-                yield Case(
-                    op="compressor",
-                    shape=f"{name} tokens={tokens} ratio={ratio} D={size}",
-                    impl=impl,
-                    ours=functools.partial(step.ours, impl),
-                    stock=step.stock if setting.device == "cuda" else None,
-                    relations=functools.partial(check_rows, run, tokens),
-                    reason=_REASON if setting.device == "cuda" else _NO_CPU,
-                )
+            if tokens <= 256:  # a prefill closes one window in `ratio` tokens
+                for case, _ in steps(setting, name, ratio, size, tokens):
+                    yield case

@@ -27,7 +27,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     for rows_of, lengths, heads in (_SMALL if small else _DECODE,):
         for length in lengths:
             for rows in rows_of:
-                yield from _decode(setting, rows, length, heads)
+                yield from decode(setting, rows, length, heads)
     for rows_of, lengths, heads in (_SMALL if small else _PREFILL,):
         for length in lengths:
             for rows in rows_of:
@@ -51,7 +51,8 @@ def _filled_cache(setting: Setting, blocks: int) -> torch.Tensor:
     return cache
 
 
-def _decode(setting: Setting, rows: int, length: int, heads: int) -> Iterator[Case]:
+def decode(setting: Setting, rows: int, length: int, heads: int) -> Iterator[Case]:
+    """One query of each of `rows` requests of `length` keys in pages."""
     q, weights = _queries(setting, rows, heads)
     pages = -(-length // _PAGE)
     cache = _filled_cache(setting, rows * pages)

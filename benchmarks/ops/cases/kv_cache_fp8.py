@@ -37,7 +37,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     for layout in (V32, V4):
         for queries in setting.rows():
             if queries <= 256:  # more queries than that read whole contexts
-                yield from _reads(setting, layout, queries)
+                yield from reads(setting, layout, queries)
 
 
 def _writes(setting: Setting, layout: KVLayout, rows: int) -> Iterator[Case]:
@@ -59,7 +59,8 @@ def _writes(setting: Setting, layout: KVLayout, rows: int) -> Iterator[Case]:
         )
 
 
-def _reads(setting: Setting, layout: KVLayout, queries: int) -> Iterator[Case]:
+def reads(setting: Setting, layout: KVLayout, queries: int) -> Iterator[Case]:
+    """The selected entries of some queries, each from a context of four times as many."""
     k = 7 if setting.small else _SELECTED[layout.name]
     context = 4 * k
     pages = -(-context // _PAGE)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -36,14 +37,13 @@ def cases(setting: Setting) -> Iterator[Case]:
                 tickets = sparse_topk_tickets(rows, setting.device)
                 run = functools.partial(_ours, scores, starts, ends, tickets, impl)
                 relations = functools.partial(check_rows, run, rows)
-                for kernel, stock in (("decode", _stock_decode), ("prefill", _stock_prefill)):
-                    out = torch.empty((rows, _K), dtype=torch.int32, device=setting.device)
+                for kernel, stock in stock_kernels(scores, starts, ends, _K).items():
                     yield Case(
                         op=OP,
                         shape=f"rows={rows} positions={columns} k={_K} stock={kernel}",
                         impl=impl,
                         ours=functools.partial(run, slice(0, rows)),
-                        stock=functools.partial(stock, scores, starts, ends, out),
+                        stock=stock,
                         relations=relations,
                         reason=_REASONS.get(impl),
                     )
@@ -60,32 +60,29 @@ def _ours(
     return sparse_topk(scores[rows], starts[rows], ends[rows], _K, impl=impl, tickets=tickets)
 
 
-def _stock_decode(
-    scores: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, out: torch.Tensor
-) -> None:
-    """vllm/model_executor/layers/sparse_attn_indexer.py: by the number of rows, as there."""
-    if scores.device.type == "cpu":
-        out.copy_(_torch_topk(scores, out.shape[1]))
-        return
-    import vllm._custom_ops  # noqa: F401 (registers torch.ops._C)
+def stock_kernels(
+    scores: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, k: int
+) -> dict[str, Callable[[], Any]]:
+    """Return the kernels that vLLM's indexer calls for these rows, by phase.
 
-    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=scores.device)
+    vllm/model_executor/layers/sparse_attn_indexer.py; decode's goes by the number of rows.
+    """
     rows, columns = scores.shape
-    name = "cooperative_topk" if rows <= 32 else "persistent_topk"
-    getattr(torch.ops._C, name)(scores, ends[:, None], out, workspace, out.shape[1], columns)
-
-
-def _stock_prefill(
-    scores: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, out: torch.Tensor
-) -> None:
+    out = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
     if scores.device.type == "cpu":
-        out.copy_(_torch_topk(scores, out.shape[1]))
-        return
-    import vllm._custom_ops as ops
+        plain = functools.partial(_torch_topk, scores, k)
+        return {"decode": plain, "prefill": plain}
+    import vllm._custom_ops as ops  # also registers torch.ops._C
 
-    ops.top_k_per_row_prefill(
-        scores, starts, ends, out, len(scores), scores.stride(0), scores.stride(1), out.shape[1]
-    )
+    decode = getattr(torch.ops._C, "cooperative_topk" if rows <= 32 else "persistent_topk")
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=scores.device)
+    lens = ends[:, None].contiguous()
+    prefill = ops.top_k_per_row_prefill
+    strides = scores.stride()
+    return {
+        "decode": functools.partial(decode, scores, lens, out, workspace, k, columns),
+        "prefill": functools.partial(prefill, scores, starts, ends, out, rows, *strides, k),
+    }
 
 
 def _torch_topk(scores: torch.Tensor, k: int) -> torch.Tensor:

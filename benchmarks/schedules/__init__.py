@@ -1,0 +1,1 @@
+"""Schedules that move no bit, timed in turn with stock; see `benchmarks/README.md`."""

@@ -1,0 +1,3 @@
+from benchmarks.schedules.run import app
+
+app(prog_name="python -m benchmarks.schedules")

@@ -27,7 +27,7 @@ from benchmarks.rollout.session import (
     Result,
     engine_arguments,
 )
-from benchmarks.rollout.variants import VARIANTS, variants
+from benchmarks.rollout.variants import STOCK, VARIANTS, Variant, variants
 from benchmarks.rollout.works import WORKS, Work, chosen, tiny
 from consistent_kernels.errors import ConfigurationError, ConsistencyError, invalid
 from vllm_consistent.cli import exit_codes
@@ -38,41 +38,80 @@ KEY = ("work", "variant")
 _ENGINE_OVERHEAD = 5 << 30
 """Bytes of an engine beside weights and pages: activations, graphs, workspaces, context."""
 
+_TRAINER_OVERHEAD = 10 << 30
+"""Bytes of a trainer beside its weights: activations of the longest sequence, context."""
+
 _MEMORY_SHARE = 0.97
 _CHECKPOINT_ROOM = 40 << 30
 
 app = typer.Typer(add_completion=False)
 
 
-def waves(
-    sessions: Sequence[ModelSession], found: Sequence[Checkpoint], free: int
-) -> list[list[int]]:
-    """Group sessions, in order, so that the engines of a group fit into `free` bytes together.
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Device memory of one model's works, in bytes.
+
+    Attributes:
+        name: of the model.
+        engine: one engine.
+        trainer: one trainer; one at a time is there, after stock has ended.
+    """
+
+    name: str
+    engine: int
+    trainer: int
+
+
+def load(works: Sequence[Work], model: Checkpoint, options: Options) -> Load:
+    """Return what engines and trainer of the works' model take."""
+    arguments = engine_arguments(works, model, options.device) | options.engine_args
+    engine = model.weight_bytes + arguments["kv_cache_memory_bytes"] + _ENGINE_OVERHEAD
+    return Load(works[0].model, engine, model.weight_bytes + _TRAINER_OVERHEAD)
+
+
+def seatings(one: Load, wanted: Sequence[Variant], free: int) -> list[list[Variant]]:
+    """Cut the variants into groups that fit into `free` bytes, each beside a stock engine.
 
     Raises:
-        ConfigurationError: one session alone does not fit.
+        ConfigurationError: not even one variant fits (with stock, where stock is wanted).
     """
-    groups: list[list[int]] = []
+    stock = [variant for variant in wanted if variant.name == STOCK]
+    others = [variant for variant in wanted if variant.name != STOCK]
+    most = min(free // one.engine - len(stock), (free - one.trainer) // one.engine)
+    if most < 1:
+        raise ConfigurationError(
+            [
+                f"{one.name}: {len(stock) + 1} engines of {one.engine / 1e9:.0f} GB, or one and a "
+                f"trainer of {one.trainer / 1e9:.0f} GB, do not fit into {free / 1e9:.0f} GB; name "
+                "fewer works in one run"
+            ],
+            "benchmarks.rollout",
+        )
+    return [[*stock, *others[start : start + most]] for start in range(0, len(others), most)]
+
+
+def waves(
+    loads: Sequence[Load], wanted: Sequence[Variant], free: int
+) -> list[list[tuple[int, list[Variant]]]]:
+    """Group engines, in order, so that those of a group fit into `free` bytes together.
+
+    Returns:
+        For each group (index of the model, its variants there).
+
+    Raises:
+        ConfigurationError: the smallest seating of a model does not fit.
+    """
+    groups: list[list[tuple[int, list[Variant]]]] = []
     room = 0
-    for index, (session, model) in enumerate(zip(sessions, found, strict=True)):
-        arguments = engine_arguments(session.works, model, session.options.device)
-        pages = (arguments | session.options.engine_args)["kv_cache_memory_bytes"]
-        each = model.weight_bytes + pages + _ENGINE_OVERHEAD
-        needs = each * len(session.options.variants)
-        if needs > free:
-            raise ConfigurationError(
-                [
-                    f"{session.name}: {len(session.options.variants)} engines of "
-                    f"{each / 1e9:.0f} GB do not fit into {free / 1e9:.0f} GB; name fewer works "
-                    "or variants in one run"
-                ],
-                "benchmarks.rollout",
-            )
-        if needs > room:
-            groups.append([])
-            room = free
-        groups[-1].append(index)
-        room -= needs
+    for index, one in enumerate(loads):
+        for seating in seatings(one, wanted, free):
+            needs = one.engine * len(seating)
+            again = bool(groups) and any(index == other for other, _ in groups[-1])
+            if needs > room or again:
+                groups.append([])
+                room = free
+            groups[-1].append((index, seating))
+            room -= needs
     return groups
 
 
@@ -85,36 +124,55 @@ def measure(
     real: Path | None,
     keep: Any,
 ) -> Result:
-    """Run the sessions of all works' models; `keep` gets each session's result at its end."""
+    """Run the sessions of all works' models; `keep` gets a session's result whenever it grows.
+
+    Memory is planned before any engine starts. Where a session's stock engine does not start, the
+    other sessions are run all the same.
+    """
     names = list(dict.fromkeys(work.model for work in works))
-    sessions = [
-        ModelSession([work for work in works if work.model == name], options, clock)
-        for name in names
-    ]
+    parts = [[work for work in works if work.model == name] for name in names]
+    found = []
+    for name in names:
+        with clock.phase(f"{name}: checkpoint"):
+            found.append(checkpoint(name, scratch, shapes=shapes, real=real, notify=clock.tell))
+    loads = [load(part, model, options) for part, model in zip(parts, found, strict=True)]
+    planned = waves(loads, options.variants, _free(options.device))
+    for wave in planned:
+        for index, seating in wave:
+            engines = ", ".join(variant.name for variant in seating)
+            clock.tell(f"{names[index]}: {engines}, {loads[index].engine / 1e9:.0f} GB an engine")
     total = Result()
-    try:
-        for session in sessions:
-            session.launch()
-        found = []
-        for name in names:
-            with clock.phase(f"{name}: checkpoint"):
-                found.append(checkpoint(name, scratch, shapes=shapes, real=real, notify=clock.tell))
-        for group in waves(sessions, found, _free(options.device)):
-            together = ", ".join(names[index] for index in group)
-            with clock.phase(f"{together}: start engines"):
-                for index in group:
-                    sessions[index].begin(found[index])
-                for index in group:
-                    sessions[index].settle()
-            for index in group:
-                _one(sessions[index], options, total, keep)
-    finally:
-        for session in sessions:
-            session.close()
+    runs: dict[str, int] = {}
+    for wave in planned:
+        sessions = []
+        for index, seating in wave:
+            runs[names[index]] = run = runs.get(names[index], 0) + 1
+            told = dataclasses.replace(options, variants=seating)
+            name = names[index] if run == 1 else f"{names[index]}-{run}"
+            sessions.append((index, ModelSession(parts[index], told, clock, name)))
+        try:
+            with clock.phase(f"{', '.join(one.name for _, one in sessions)}: start engines"):
+                for index, session in sessions:
+                    session.launch()
+                    session.begin(found[index])
+                for _, session in sessions:
+                    session.settle()
+            for _, session in sessions:
+                if session.seats:
+                    _one(session, options, keep)
+        finally:
+            for _, session in sessions:
+                session.close()
+                _gather(total, session.result)
     return total
 
 
-def _one(session: ModelSession, options: Options, total: Result, keep: Any) -> None:
+def _gather(total: Result, result: Result) -> None:
+    for field in dataclasses.fields(Result):
+        getattr(total, field.name).extend(getattr(result, field.name))
+
+
+def _one(session: ModelSession, options: Options, keep: Any) -> None:
     with session.clock.phase(f"{session.name}: first samples"):
         session.smoke()
     if options.pairs:
@@ -125,8 +183,6 @@ def _one(session: ModelSession, options: Options, total: Result, keep: Any) -> N
     session.check(keep)
     session.close()
     keep(session.result)
-    for field in dataclasses.fields(Result):
-        getattr(total, field.name).extend(getattr(session.result, field.name))
 
 
 def _free(device: str) -> int:
@@ -206,6 +262,12 @@ def main(
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=2, help="timed rounds of each work")] = 5,
+    peer_pairs: Annotated[
+        int,
+        typer.Option(
+            min=2, help="rounds that variants other than consistent take part in, at most --pairs"
+        ),
+    ] = 5,
     warmups: Annotated[int, typer.Option(min=0, help="rounds before them")] = 1,
     parity_tokens: Annotated[
         int, typer.Option(min=1, help="sampled tokens to compare for each work")
@@ -233,9 +295,11 @@ def main(
 ) -> None:
     """Measure rollout speed against stock vLLM and check every sampled log-prob's bits.
 
-    All engines of a model are resident, each in its own process; one runs while the others idle,
-    in the order A B B A. A speed is reported only where every compared log-prob has the bits of
-    the engine's own score and of the bridged trainer's.
+    Stock and the variants of a model are resident together, each in its own process, as many as
+    memory holds (further variants follow with a stock engine of their own); one runs while the
+    others idle, in the order A B B A. Rows are written as they are checked. A speed is reported
+    only where every compared log-prob has the bits of the engine's own score and of the bridged
+    trainer's.
 
     Exit codes: 0 all reported, 1 a speed is not reported because parity failed, 2 bad arguments,
     3 an engine did not start or died (the others are kept).
@@ -254,6 +318,7 @@ def main(
         options = Options(
             variants=wanted,
             pairs=0 if parity_only else pairs,
+            peer_pairs=0 if parity_only else min(pairs, peer_pairs),
             warmups=warmups,
             parity_tokens=parity_tokens,
             device="cuda" if torch.cuda.is_available() else "cpu",

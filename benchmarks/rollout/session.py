@@ -1,8 +1,9 @@
 """One session: the engines of some works resident together, timed in turn, then checked.
 
-Order: make checkpoints; start every engine at once (pages are sized by hand, so that no engine
-measures memory while another one starts); a small parity check; the timed rounds; profiles; end
-the stock engines, whose memory the trainers need; the parity check of every work; rows.
+Order: start every engine at once (pages are sized by hand, so that no engine measures memory while
+another one starts); a small parity check; the timed rounds; profiles; end the stock engine, whose
+memory the trainers need; then one variant after the other: the parity check of every work, each
+with its row as soon as it is checked, and the end of that variant.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.common.stats import INTERVAL, paired_ratio
 from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import Process, ProcessError
 from benchmarks.rollout.samples import Comparison, Sample, compare, enough
-from benchmarks.rollout.variants import STOCK, Variant
+from benchmarks.rollout.variants import OURS, STOCK, Variant
 from benchmarks.rollout.works import FIRST_TOKEN, PROFILE_TOKENS, Work
 from consistent_kernels.errors import ConsistencyError
 
@@ -31,6 +32,8 @@ LEAST_LOGPROB = -3.0
 
 _SMOKE = (4, 16)
 _BLOCK = 16
+_PEER_SHARE = 4
+"""A peer, whose mismatch refuses nothing, samples anew for this part of the tokens to compare."""
 
 
 class ParityError(ConsistencyError):
@@ -44,6 +47,7 @@ class Options:
     Attributes:
         variants: stock first, unless only parity is checked.
         pairs: timed rounds.
+        peer_pairs: timed rounds that variants other than stock and ours take part in, the first.
         warmups: rounds before them.
         parity_tokens: sampled tokens to compare for each work, at least.
         device: "cuda" or "cpu".
@@ -57,6 +61,7 @@ class Options:
 
     variants: Sequence[Variant]
     pairs: int
+    peer_pairs: int
     warmups: int
     parity_tokens: int
     device: str
@@ -135,17 +140,20 @@ class ModelSession:
         works: all of one model.
         options: see there.
         clock: for progress.
+        name: for messages and log files; the model's by default.
     """
 
-    def __init__(self, works: Sequence[Work], options: Options, clock: Clock) -> None:
+    def __init__(
+        self, works: Sequence[Work], options: Options, clock: Clock, name: str | None = None
+    ) -> None:
         self.works, self.options, self.clock = works, options, clock
-        self.name = works[0].model
+        self.name = name or works[0].model
         self.seats: list[Seat] = []
         self.stock: Seat | None = None
         self.result = Result()
 
     def launch(self) -> None:
-        """Start the processes; they import while the checkpoint is made."""
+        """Start the processes, which begin to import."""
         for variant in self.options.variants:
             environment = self.options.environment | variant.environment
             label = f"{self.name}-{variant.name}"
@@ -166,18 +174,22 @@ class ModelSession:
         """Start the engines on their checkpoint; `settle` waits for them."""
         self.model = model
         arguments = engine_arguments(self.works, model, self.options.device)
-        for seat in self.seats:
-            seat.engine.send(
-                "start",
-                model=str(model.path),
-                arguments=arguments | self.options.engine_args,
-                consistent=seat.variant.consistent,
-            )
-            if seat.trainer:
-                seat.trainer.send("load", model=str(model.path))
+        for seat in list(self.seats):
+            with self._left_out_if_it_breaks(seat):
+                seat.engine.send(
+                    "start",
+                    model=str(model.path),
+                    arguments=arguments | self.options.engine_args,
+                    consistent=seat.variant.consistent,
+                )
+                if seat.trainer:
+                    seat.trainer.send("load", model=str(model.path))
 
     def settle(self) -> None:
-        """Wait until every engine serves; a variant that does not start is left out."""
+        """Wait until every engine serves; a variant that does not start is left out.
+
+        Where stock does not start, nothing could be measured: all end.
+        """
         for seat in list(self.seats):
             with self._left_out_if_it_breaks(seat):
                 seat.engine.result()
@@ -187,6 +199,8 @@ class ModelSession:
                 self.clock.tell(
                     f"{self.name}, {seat.variant.name}: started in {seat.started['seconds']:.1f} s"
                 )
+        if self.stock is not None and self.stock not in self.seats:
+            self.close()
 
     @contextlib.contextmanager
     def _left_out_if_it_breaks(self, seat: Seat) -> Iterator[None]:
@@ -196,11 +210,10 @@ class ModelSession:
             self.result.broken.append(f"{self.name}, {seat.variant.name}: {error}")
             self.clock.tell(self.result.broken[-1])
             self._end(seat)
-            if seat is self.stock:
-                raise  # nothing is left to measure against
 
     def _end(self, seat: Seat) -> None:
-        self.seats.remove(seat)
+        if seat in self.seats:
+            self.seats.remove(seat)
         for process in (seat.engine, seat.trainer):
             if process:
                 process.close()
@@ -227,14 +240,32 @@ class ModelSession:
         self._end(seat)
 
     def time(self) -> None:
-        """Run every work's rounds; one engine at a time, all others idle."""
+        """Run every work's rounds; one engine at a time, all others idle.
+
+        Where stock dies, what was measured before it is kept and nothing more is timed.
+        """
         for work in self.works:
             with self.clock.phase(f"{work.key}: {self.options.pairs} rounds"):
                 for turn in range(-self.options.warmups, self.options.pairs):
                     # Forwards and backwards in turn: a drift hits all alike.
                     for seat in list(self.seats[:: 1 if turn % 2 == 0 else -1]):
-                        with self._left_out_if_it_breaks(seat):
-                            self._round(seat, work, turn)
+                        if self.stock not in self.seats:
+                            return
+                        if turn < self._pairs(seat):
+                            with self._left_out_if_it_breaks(seat):
+                                self._round(seat, work, turn)
+
+    def _pairs(self, seat: Seat) -> int:
+        measured = seat is self.stock or seat.variant.name == OURS
+        return self.options.pairs if measured else self.options.peer_pairs
+
+    def _timed(self, seat: Seat, work: Work) -> bool:
+        """Whether seat and stock ran all rounds of a work (true where there is no stock engine)."""
+        if self.stock is None:
+            return True
+        return all(
+            len(one.values.get(work.key, ())) == self._pairs(one) for one in (seat, self.stock)
+        )
 
     def _round(self, seat: Seat, work: Work, turn: int) -> None:
         outcome = seat.engine.call(
@@ -267,54 +298,68 @@ class ModelSession:
                     )
 
     def check(self, keep: Callable[[Result], None] = lambda _: None) -> None:
-        """End stock after its control, bridge the trainers, and check every work.
+        """End stock after its control; then check every work of one variant after the other.
 
-        `keep` gets the result after each work: what is checked survives what comes after.
+        A variant's trainer takes the device when its turn comes, and variant and trainer leave it
+        afterwards. `keep` gets the result after each work: what is checked survives what comes
+        after.
         """
         controls = self._controls()
         if self.stock is not None:
             self._end(self.stock)
         for seat in list(self.seats):
-            if seat.trainer:
-                with self._left_out_if_it_breaks(seat):
-                    seat.trainer.call(
-                        "bridge", device=self.options.device, contract=seat.started["contract"]
-                    )
-        for seat in list(self.seats):
             with (
                 self.clock.phase(f"{self.name}, {seat.variant.name}: parity"),
                 self._left_out_if_it_breaks(seat),
             ):
+                if seat.trainer:
+                    seat.trainer.call(
+                        "bridge", device=self.options.device, contract=seat.started["contract"]
+                    )
                 self._check_seat(seat, controls, keep)
+            self._end(seat)
 
     def _controls(self) -> dict[str, int]:
         """Stock's own mismatch on one work: the same comparison where it is expected to fail."""
         stock, work = self.stock, self.works[0]
-        if stock is None:
+        if stock not in self.seats or not stock.samples.get(work.key):
             return {}
-        with self.clock.phase(f"{work.key}, stock: control"):
+        controls: dict[str, int] = {}
+        with (
+            self.clock.phase(f"{work.key}, stock: control"),
+            self._left_out_if_it_breaks(stock),
+        ):
             samples = enough(stock.samples[work.key], self.options.parity_tokens)
             found = compare(samples, stock.engine.call("score", samples=samples), None)
-        return {work.key: found.mismatched}
+            controls[work.key] = found.mismatched
+        return controls
 
     def _check_seat(
         self, seat: Seat, controls: dict[str, int], keep: Callable[[Result], None]
     ) -> None:
         # The trainer scores one work while the engine samples the next.
         waiting: tuple[Work, list[Sample], list[np.ndarray]] | None = None
-        for work in self.works:
-            samples = self._parity_samples(seat, work)
+
+        def judge() -> None:
+            nonlocal waiting
             if waiting:
-                self._judge(seat, *waiting, controls)
+                work, waiting = waiting, None
+                self._judge(seat, *work, controls)
                 keep(self.result)
+
+        for work in self.works:
+            if not self._timed(seat, work):
+                continue
+            try:
+                samples = self._parity_samples(seat, work)
+            finally:
+                judge()  # also where the engine died on this work: the last one is whole
             if seat.trainer:
                 seat.trainer.send(
                     "score", samples=samples, packed_tokens=self.options.packed_tokens
                 )
             waiting = work, samples, seat.engine.call("score", samples=samples)
-        if waiting:
-            self._judge(seat, *waiting, controls)
-            keep(self.result)
+        judge()
 
     def _judge(
         self,
@@ -344,14 +389,18 @@ class ModelSession:
         wanted = self.options.parity_tokens
         timed = [] if work.parity else seat.samples.get(work.key, [])
         samples = enough(timed, wanted)
-        if samples and not seat.variant.consistent:
-            return samples  # a peer's mismatch is known well enough from what there is
+        tokens = work.parity[1] if work.parity else work.new_tokens
+        if not seat.variant.consistent:  # a peer's mismatch is known well enough from less
+            if samples:
+                return samples
+            wanted = max(1, wanted // _PEER_SHARE)
+            tokens = max(1, tokens // _PEER_SHARE)
         turn = 0
         while sum(len(sample.token_ids) for sample in samples) < wanted:
             outcome = seat.engine.call(
                 "rollout",
                 prompts=work.parity_prompts(turn, self.model.prompts),
-                tokens=work.parity[1] if work.parity else work.new_tokens,
+                tokens=tokens,
                 measure="throughput",
                 cached=False,
             )
@@ -362,7 +411,8 @@ class ModelSession:
     def _row(
         self, seat: Seat, stock: Seat, work: Work, found: Comparison, control: int | None
     ) -> Row:
-        ours, theirs = seat.values[work.key], stock.values[work.key]
+        ours = seat.values[work.key]
+        theirs = stock.values[work.key][: len(ours)]
         ratio = paired_ratio(ours, theirs)
         return {
             "work": work.name,

@@ -7,6 +7,7 @@ import dataclasses
 from consistent_kernels.errors import require_implementation
 
 STOCK = "stock"
+OURS = "consistent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant(STOCK, {"VLLM_CONSISTENT": "0"}, False),
-        Variant("consistent", {"VLLM_CONSISTENT": "1"}, True),
+        Variant(OURS, {"VLLM_CONSISTENT": "1"}, True),
         Variant("triton", {"VLLM_CONSISTENT": "1", "VLLM_CONSISTENT_PROGRAM": "triton"}, True),
         Variant("batch_invariant", {"VLLM_CONSISTENT": "0", "VLLM_BATCH_INVARIANT": "1"}, False),
     )

@@ -94,7 +94,7 @@ WORKS = (
     Work("qwen3_8b.ttft2k", "Qwen3-8B shape, time to first token, 2k prompt", "qwen3_8b", 32,
          (2_048, 2_048), 1, FIRST_TOKEN, parity=(32, 512)),
     Work("qwen3_8b.ttft16k", "Qwen3-8B shape, time to first token, 16k prompt", "qwen3_8b", 6,
-         (16_384, 16_384), 1, FIRST_TOKEN, parity=(16, 1_024)),
+         (16_384, 16_384), 1, FIRST_TOKEN, parity=(8, 2_048)),
     Work("qwen3_0_6b.256", "Qwen3-0.6B shape, 256 requests x 256 tokens, mixed prompts",
          "qwen3_0_6b", 256, _MIXED, 256),
     Work("qwen3_0_6b.1", "Qwen3-0.6B shape, 1 request x 256 tokens", "qwen3_0_6b", 1, (392, 392),

@@ -21,7 +21,7 @@ from benchmarks.rollout.samples import Sample, compare, enough
 from benchmarks.rollout.session import ModelSession, Options, engine_arguments
 from benchmarks.rollout.variants import STOCK, VARIANTS, variants
 from benchmarks.rollout.works import DECODE, WORKS, chosen, tiny
-from consistent_kernels.errors import ConfigurationError, InvalidInputError, UnsupportedError
+from consistent_kernels.errors import InvalidInputError, UnsupportedError
 
 PROMPTS = RandomPrompts(1280)
 MODEL = Checkpoint(Path("somewhere"), PROMPTS, weight_bytes=1000, kv_bytes=64)
@@ -32,7 +32,8 @@ NEXT = np.nextafter(LOGPROB, np.float32(0))
 class Fake:
     """Stands for an engine's or a trainer's process; `faults` names what goes wrong.
 
-    Faults: (variant, role, method) -> "one bit" flips a score, an exception is raised.
+    Faults: (variant, role, method) -> "one bit" flips a score, an exception is raised,
+    of a list the last entry is taken.
     """
 
     faults: ClassVar[dict[tuple[str, str, str], Any]] = {}
@@ -54,6 +55,8 @@ class Fake:
         method, arguments = self.answers.pop(0)
         Fake.calls.append((self.variant, method))
         fault = self.faults.get((self.variant, self.role, method))
+        if isinstance(fault, list):
+            fault = fault.pop()
         if isinstance(fault, Exception):
             raise fault
         return getattr(self, method)(fault, **arguments)
@@ -110,6 +113,7 @@ def options(*names: str, **fields: Any) -> Options:
     given: dict[str, Any] = {
         "variants": variants(list(names) or ["consistent"], with_stock=True),
         "pairs": 3,
+        "peer_pairs": 3,
         "warmups": 1,
         "parity_tokens": 8,
         "device": "cpu",
@@ -123,18 +127,28 @@ def options(*names: str, **fields: Any) -> Options:
     return Options(**(given | fields))
 
 
-def finished(*keys: str, told: Options | None = None) -> ModelSession:
+def finished(
+    *keys: str, told: Options | None = None, keep: Any = lambda result: None
+) -> ModelSession:
     """Run a session of tiny works on fakes."""
     works = [tiny(work) for work in chosen(keys or ("qwen3_0_6b.256",))]
-    made = ModelSession(works, told or options(), Clock(lambda text: None))
+    return run_through(ModelSession(works, told or options(), Clock(lambda text: None)), keep)
+
+
+def run_through(made: ModelSession, keep: Any = lambda result: None) -> ModelSession:
     made.launch()
     made.begin(MODEL)
     made.settle()
     made.smoke()
     made.time()
-    made.check()
+    made.check(keep)
     made.close()
     return made
+
+
+def dies_after(variant: str, method: str, calls: int) -> None:
+    """Let an engine answer `calls` calls of a method and die in the next one."""
+    Fake.faults[(variant, "engine", method)] = [ProcessError("it died")] + [None] * calls
 
 
 def test_rows_hold_what_the_table_needs() -> None:
@@ -214,9 +228,74 @@ def test_a_variant_that_does_not_start_is_left_out() -> None:
 
 
 def test_without_stock_nothing_is_measured() -> None:
-    Fake.faults[(STOCK, "engine", "rollout")] = ProcessError("out of memory")
-    with pytest.raises(ProcessError, match="out of memory"):
-        finished()
+    Fake.faults[(STOCK, "engine", "start")] = ProcessError("out of memory")
+    result = finished().result
+    assert result.rows == []
+    assert "out of memory" in result.broken[0]
+    assert ("consistent", "rollout") not in Fake.calls
+
+
+def test_what_was_timed_before_stock_died_is_kept() -> None:
+    dies_after(STOCK, "rollout", 4)
+    result = finished("qwen3_8b.256", "qwen3_8b.1").result
+    assert [row["work"] for row in result.rows] == [tiny(chosen(["qwen3_8b.256"])[0]).name]
+    assert len(result.broken) == 1
+
+
+def test_a_work_checked_before_the_engine_died_is_kept() -> None:
+    """Smoke, 2 works of 4 rounds; the engine dies where the second one's parity begins."""
+    dies_after("consistent", "rollout", 9)
+    kept: list[int] = []
+    told = options(parity_tokens=30)
+    result = finished(
+        "qwen3_8b.256", "qwen3_8b.1", told=told, keep=lambda r: kept.append(len(r.rows))
+    ).result
+    assert [row["work"] for row in result.rows] == [tiny(chosen(["qwen3_8b.256"])[0]).name]
+    assert kept == [1]
+    assert "died" in result.broken[0]
+
+
+def test_rows_are_kept_as_they_are_checked() -> None:
+    kept: list[int] = []
+    told = options("consistent", "triton", "batch_invariant")
+    finished("qwen3_8b.256", "qwen3_8b.1", told=told, keep=lambda r: kept.append(len(r.rows)))
+    assert kept == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_variant_has_left_before_the_next_ones_trainer_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here: list[str] = []
+    bridge, close = Fake.bridge, Fake.close
+
+    def bridged(self: Fake, fault: Any, **arguments: Any) -> None:
+        assert here == []
+        here.append(self.variant)
+        bridge(self, fault, **arguments)
+
+    def closed(self: Fake) -> None:
+        if self.variant in here and self.role == "trainer":
+            here.remove(self.variant)
+        close(self)
+
+    monkeypatch.setattr(Fake, "bridge", bridged)
+    monkeypatch.setattr(Fake, "close", closed)
+    result = finished(told=options("consistent", "triton")).result
+    assert [row["variant"] for row in result.rows] == ["consistent", "triton"]
+
+
+def test_peers_take_part_in_fewer_rounds() -> None:
+    told = options("consistent", "triton", pairs=4, peer_pairs=2, warmups=0)
+    rows = {row["variant"]: row["pairs"] for row in finished(told=told).result.rows}
+    assert rows == {"consistent": 4, "triton": 2}
+
+
+def test_a_peer_samples_anew_for_a_part_of_the_tokens() -> None:
+    told = options("consistent", "batch_invariant", parity_tokens=40)
+    work = dataclasses.replace(tiny(chosen(["qwen3_8b.ttft2k"])[0]), parity=(2, 8))
+    made = ModelSession([work], told, Clock(lambda text: None))
+    rows = {row["variant"]: row["compared_tokens"] for row in run_through(made).result.rows}
+    assert rows == {"consistent": 48, "batch_invariant": 12}
 
 
 def test_stock_ends_before_the_trainer_takes_its_memory() -> None:
@@ -312,17 +391,6 @@ def test_chosen_takes_works_and_models() -> None:
         chosen(["nonsense"])
 
 
-def test_waves_hold_what_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_ENGINE_OVERHEAD", 0)
-    told = options(engine_args={"kv_cache_memory_bytes": 100})
-    made = [ModelSession([work], told, Clock(lambda text: None)) for work in WORKS[:3]]
-    model = dataclasses.replace(MODEL, weight_bytes=400)  # 2 engines of 500 each
-    assert run.waves(made, [model] * 3, 2000) == [[0, 1], [2]]
-    assert run.waves(made, [model] * 3, 1999) == [[0], [1], [2]]
-    with pytest.raises(ConfigurationError, match="name fewer works"):
-        run.waves(made, [model] * 3, 999)
-
-
 def test_decode_works_are_those_with_cached_prompts() -> None:
     assert {work.key for work in WORKS if work.cached} == {
         work.key for work in WORKS if work.measure == DECODE
@@ -365,6 +433,22 @@ def test_command_exits_with_3_when_an_engine_breaks(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 1
     Fake.faults[(STOCK, "engine", "start")] = ProcessError("no memory")
     assert invoke(*tiny_arguments(tmp_path)).exit_code == 3
+
+
+def test_command_seats_variants_that_do_not_fit_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_by_two(loads: Any, wanted: Any, free: int) -> Any:
+        return [[(0, [wanted[0], one])] for one in wanted[1:]]
+
+    monkeypatch.setattr(run, "waves", two_by_two)
+    Fake.faults[(STOCK, "engine", "start")] = [None, ProcessError("no memory"), None]
+    names = ("consistent", "triton", "batch_invariant")
+    asked = [word for name in names for word in ("--variant", name)]
+    done = invoke(*tiny_arguments(tmp_path), *asked)
+    assert done.exit_code == 3
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["variant"] for row in rows] == ["consistent", "batch_invariant"]
 
 
 def test_command_checks_parity_alone(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 For each head dim: packed prefill of sequences of 1 to 1,100 tokens against paged chunks of 1 to 500
 queries, key splits of 128, 512 and 4,096, under the causal mask and under a window that hides only
-the future; then decode and prefill times of both.
+the future; then decode and prefill times of both. "stock" is vLLM's own call: no fixed splits,
+FA3's heuristic for their number; its differing calls are the control.
 
-Usage (sm_90, vLLM 0.25.1's CUDA wheel):
-    PYTHONPATH=kernels:.:tests/support python benchmarks/flash_attn_masks/run.py --out results.json
+Usage (sm_90, vLLM 0.25.1's CUDA wheel; one head dim under two masks takes some 10 s after imports):
+    PYTHONPATH=kernels:.:tests/support python benchmarks/flash_attn_masks/run.py \
+        --out results.json --heads 9,3,64 --mask window:2 --mask "one group:2" --mask stock:1
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from attention_cases import fill_pages, make_batch
 
 from consistent_kernels import vendored
 from consistent_kernels.attention import AttentionParameters, flash_attn
+from consistent_kernels.attention.spec import DEFAULT_KEY_SPLIT
 
 HEADS = ((9, 3, 64), (14, 2, 64), (8, 8, 80), (8, 2, 96), (32, 8, 128), (16, 2, 256))
 MASKS = (
     *(("causal", 2), ("causal", 1024), ("window", 2), ("window", 1024), ("window", 65536)),
-    ("one group", 2),
+    *(("one group", 2), ("stock", 1)),
 )
 """(mask, the least max_seqlen_q that FA3 is told).
 
@@ -36,6 +39,7 @@ for every phase, the one that stock decodes with (hopper/heuristics.h, `use_one_
 measured yet.
 """
 
+UNSPLIT = 1 << 16
 LENGTHS, SPLITS, CHUNKS = (1, 17, 65, 300, 1100), (128, 512, 4096), (1, 2, 7, 16, 64, 150, 500)
 _FAR = 1 << 20
 
@@ -60,21 +64,22 @@ def forward_under(mask: str, at_least: int) -> Callable[..., tuple[torch.Tensor,
         left = -1 if causal or one_group else _FAR
         right = (-1 if one_group else queries + 1) if sees_all else 0
         starts = keys.starts if keys.table is None else None
+        num_splits = 0 if mask == "stock" else 1
         result = vendored.flash_attn_3().fwd(
             q, keys.k, keys.v, None, None, None, out, cu_q, starts, None, used_q, keys.lens,
             queries + 3 if sees_all and not one_group else queries, 2 * _FAR, keys.table, None,
             None, None, None, None, None, None, None, params.scale, causal, left, right, 0.0, True,
-            None, 1, None, 0, None, 1, 0, None,
+            None, num_splits, None, 0, None, 1, 0, None,
         )  # fmt: skip
         return result[0], result[1]
 
     return forward
 
 
-def differing_calls(heads: tuple[int, int, int]) -> dict[str, int]:
+def differing_calls(heads: tuple[int, int, int], splits: tuple[int, ...]) -> dict[str, int]:
     """Return how many paged calls differ from the packed prefill, by key split and chunk."""
     found = {}
-    for split in SPLITS:
+    for split in splits:
         params = AttentionParameters(*heads, heads[2] ** -0.5, key_split=split)
         batch = make_batch(params, "flash_attn", "cuda", lengths=LENGTHS)
         whole, pages = batch.attend(), fill_pages(batch)
@@ -111,10 +116,10 @@ def microseconds(call: Callable[[], Any], repeats: int) -> float:
     return round(statistics.median(spans), 1)
 
 
-def times(heads: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
+def times(heads: tuple[int, int, int], split: int) -> Iterator[tuple[str, float]]:
     """Yield (what, microseconds) of paged decode and packed prefill."""
     q_heads, kv_heads, width = heads
-    params = AttentionParameters(*heads, width**-0.5)
+    params = AttentionParameters(*heads, width**-0.5, key_split=split)
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     int32 = {"device": "cuda", "dtype": torch.int32}
     for batch, length in ((1, 512), (256, 512), (256, 2048), (8, 16384)):
@@ -136,30 +141,54 @@ def times(heads: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
         yield f"prefill {batch} x {length}", microseconds(lambda c=call, f=fixed: c(*f), 5)
 
 
-def main() -> int:
+def _heads(text: str) -> tuple[int, int, int]:
+    q_heads, kv_heads, width = (int(part) for part in text.split(","))
+    return q_heads, kv_heads, width
+
+
+def _mask(text: str) -> tuple[str, int]:
+    name, _, at_least = text.partition(":")
+    if name not in {mask for mask, _ in MASKS}:
+        raise argparse.ArgumentTypeError(f"one of {sorted({mask for mask, _ in MASKS})}")
+    return name, int(at_least or 2)
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="write the JSON here as well as to stdout")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--heads", type=_heads, action="append", help="query heads,key heads,head dim; repeat it"
+    )
+    parser.add_argument(
+        "--mask", type=_mask, action="append", help="NAME or NAME:least max_seqlen_q; repeat it"
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--bits-only", action="store_true", help="time nothing")
+    only.add_argument("--times-only", action="store_true", help="compare nothing")
+    args = parser.parse_args(arguments)
     rows = []
-    for heads in HEADS:
-        for mask, at_least in MASKS:
+    for heads in args.heads or HEADS:
+        for mask, at_least in args.mask or MASKS:
             flash_attn._forward = forward_under(mask, at_least)
-            rows.append(
-                {
-                    "heads": heads[0],
-                    "kv_heads": heads[1],
-                    "head_dim": heads[2],
-                    "mask": mask,
-                    "max_seqlen_q_at_least": at_least,
-                    "differing_calls": differing_calls(heads),
-                    "microseconds": dict(times(heads)),
-                }
-            )
-    text = json.dumps(rows, indent=1)
-    sys.stdout.write(text + "\n")
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+            row: dict[str, Any] = {
+                "heads": heads[0],
+                "kv_heads": heads[1],
+                "head_dim": heads[2],
+                "mask": mask,
+                "max_seqlen_q_at_least": at_least,
+            }
+            whole = mask == "stock"
+            if not args.times_only:
+                row["differing_calls"] = differing_calls(heads, (UNSPLIT,) if whole else SPLITS)
+            if not args.bits_only:
+                split = UNSPLIT if whole else DEFAULT_KEY_SPLIT
+                row["microseconds"] = dict(times(heads, split))
+            rows.append(row)
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+            if args.out:  # as it goes: a run that is cut short keeps what it has
+                with open(args.out, "w") as file:
+                    file.write(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

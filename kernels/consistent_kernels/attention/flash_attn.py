@@ -7,6 +7,9 @@ long as every phase runs tiles of one width. Three things choose another width, 
   of queries, or differ between pages and packed keys. A window's tiles never do: one that hides the
   future alone serves the other head dims, one that hides nothing the queries behind a split;
 - `max_seqlen_q == 1`, which drops the causal mask: decode says 2;
+- the number of queries times heads of a group, where a head dim has a tile for at most 64 of them
+  (64 and 128): 128 has equal key tiles in both; `FLASH_ONE_GROUP_HEAD_DIMS` always say two queries.
+  Rows and grid come from the sequences' own lengths, so that number decides nothing else;
 - pages of a multiple of the tile, which TMA loads (and with them what lies behind the last key):
   pages hold 16, 32 or 64 keys.
 
@@ -14,7 +17,8 @@ Contexts of up to `key_split` keys are one call. Longer ones are cut at multiple
 from position 0: decode runs all splits of all requests as sequences of one call, prefill runs one
 call a split for the queries inside it and one for those behind. `flash_attn_merge.py` merges.
 
-Source: vllm/vllm_flash_attn/flash_attn_interface.py (0.25.1); Shah et al., arXiv 2407.08608.
+Source: vllm/vllm_flash_attn/flash_attn_interface.py (0.25.1); tiles: vllm-project/flash-attention,
+hopper/{heuristics.h, tile_size.h, tile_scheduler.hpp}; Shah et al., arXiv 2407.08608.
 """
 
 from __future__ import annotations
@@ -34,12 +38,16 @@ from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.spec import (
     FLASH_CAUSAL_HEAD_DIMS,
     FLASH_HEAD_DIMS,
+    FLASH_ONE_GROUP_HEAD_DIMS,
     FLASH_PAGE_SIZES,
 )
 from consistent_kernels.errors import UnsupportedError
 
 _BEYOND = 1 << 20
 """A window that hides nothing must stay below the largest length, or FA3 drops it."""
+
+_ONE_GROUP_ROWS = 64
+"""Queries times heads of a group up to which FA3 takes one warp group (`use_one_mma_wg`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,38 @@ class Keys:
     lens: torch.Tensor
     starts: torch.Tensor | None = None
     table: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What FA3 is told beside the tensors; with head dim and pages it decides the tile of a call.
+
+    Attributes:
+        causal: whether the mask is the causal one.
+        left, right: window, -1 for none.
+        max_q: `max_seqlen_q`.
+    """
+
+    causal: bool
+    left: int
+    right: int
+    max_q: int
+
+
+def told(params: AttentionParameters, max_q: int, *, sees_all: bool) -> Told:
+    """Return what FA3 is told of at most `max_q` queries a sequence.
+
+    Args:
+        sees_all: the queries see all keys; else the last query is the last key's position.
+    """
+    if params.head_dim in FLASH_ONE_GROUP_HEAD_DIMS and 2 * params.group <= _ONE_GROUP_ROWS:
+        return Told(causal=not sees_all, left=-1, right=-1 if sees_all else 0, max_q=2)
+    causal = not sees_all and params.head_dim in FLASH_CAUSAL_HEAD_DIMS
+    left = -1 if causal else _BEYOND
+    if sees_all:
+        # A window of max_seqlen_q - 1 or more to the right counts as none.
+        return Told(causal, left, right=max_q + 1, max_q=max_q + 3)
+    return Told(causal, left, right=0, max_q=max(max_q, 2))
 
 
 def _forward(
@@ -79,16 +119,15 @@ def _forward(
         max_q: upper bound of rows of a sequence.
         sees_all: the queries see all keys; else the last query is the last key's position.
     """
-    causal = not sees_all and params.head_dim in FLASH_CAUSAL_HEAD_DIMS
-    left = -1 if causal else _BEYOND
-    right = max_q + 1 if sees_all else 0
+    say = told(params, max_q, sees_all=sees_all)
     packed = keys.table is None
     result = vendored.flash_attn_3().fwd(
         q, keys.k, keys.v, None, None, None, out,
         cu_q, keys.starts if packed else None, None, used_q, keys.lens,
-        max_q + 3 if sees_all else max(max_q, 2), 2 * _BEYOND, keys.table, None, None,
+        say.max_q, 2 * _BEYOND, keys.table, None, None,
         None, None, None, None, None, None,
-        params.scale, causal, left, right, 0.0, True, None, 1, None, 0, None, 1, 0, None,
+        params.scale, say.causal, say.left, say.right, 0.0, True, None, 1, None, 0, None,
+        1, 0, None,
     )  # fmt: skip
     return result[0], result[1]
 

@@ -65,6 +65,12 @@ FLASH_CAUSAL_HEAD_DIMS = (128,)
 """FlashAttention 3: head dims whose tiles under the causal mask follow neither phase nor pages, as
 measured on an H200. The others take a window that hides only the future: its tiles never do."""
 
+FLASH_ONE_GROUP_HEAD_DIMS: tuple[int, ...] = ()
+"""FlashAttention 3: head dims that tell it of two queries, however many come, and so take the tile
+of one warp group (64 rows x 192 keys at head dim 64) in every phase: stock's decode tile, which it
+takes under the causal mask and without one, for packed keys and for pages. Head dim 64 belongs here
+once an H200 has shown its bits (`benchmarks/flash_attn_masks`, "one group")."""
+
 FLASH_PAGE_SIZES = (16, 32, 64)
 """FlashAttention 3: keys a page; TMA would load pages of 128, and what lies behind the last key."""
 
@@ -96,7 +102,8 @@ _SCHEDULES = {
         {
             "num_splits": 1,
             "page_sizes": "16, 32, 64",
-            "causal_mask": "head_dim 128; others a window",
+            "causal_mask": f"head_dim {FLASH_CAUSAL_HEAD_DIMS}; others a window",
+            "one_warp_group": f"head_dim {FLASH_ONE_GROUP_HEAD_DIMS}, causal",
             "split_output": "rounded to the dtype of q before the merge",
             "merge": "m = max(a, b) of the lse; x = x_a exp(lse_a - m) + x_b exp(lse_b - m), fp32",
         },

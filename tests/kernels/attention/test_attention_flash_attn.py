@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import LENGTHS, attention_fp64, borders, fill_pages, make_batch, replay
@@ -12,6 +14,7 @@ from consistent_kernels.attention import (
     attention_varlen,
     flash_attn,
 )
+from consistent_kernels.attention.flash_attn import Told
 from consistent_kernels.attention.spec import FLASH_HEAD_DIMS, FLASH_PAGE_SIZES, choose
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
@@ -25,7 +28,30 @@ CASES = {
     for width in FLASH_HEAD_DIMS
     for split in (64, 128, 4096)
 }
-cases = pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
+# Head dim 64 has two tiles: the window's, and that of one warp group.
+TILED = {name: (params, False) for name, params in CASES.items()}
+TILED |= {f"{name}-one-group": (params, True) for name, params in CASES.items() if "x64-" in name}
+cases = pytest.mark.parametrize("params", TILED.values(), ids=TILED.keys(), indirect=True)
+tiles = pytest.mark.parametrize("tile", [False, True], ids=["window", "one-group"], indirect=True)
+
+
+@pytest.fixture
+def params(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AttentionParameters:
+    """One case, with its tile."""
+    case, one_group = request.param
+    _take(one_group, monkeypatch)
+    return case
+
+
+@pytest.fixture
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The cases that a tile serves."""
+    _take(request.param, monkeypatch)
+    return [case for case, one_group in TILED.values() if one_group == request.param]
+
+
+def _take(one_group: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "FLASH_ONE_GROUP_HEAD_DIMS", (64,) if one_group else ())
 
 
 class _Facts:
@@ -43,6 +69,65 @@ def test_flash_attn_is_chosen_on_hopper_by_the_model() -> None:
     narrow = _Facts()
     narrow.head_dim = 72
     assert choose("cuda", "sm_90", narrow) == "triton"
+
+
+WIDE = AttentionParameters(32, 8, 128, 1.0)
+NARROW = AttentionParameters(9, 3, 64, 1.0)
+FAR = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("case", "one_group", "max_q", "sees_all", "expected"),
+    [
+        (WIDE, False, 1, False, Told(True, -1, 0, 2)),
+        (WIDE, False, 300, False, Told(True, -1, 0, 300)),
+        (WIDE, False, 300, True, Told(False, FAR, 301, 303)),
+        (WIDE, True, 300, False, Told(True, -1, 0, 300)),
+        (NARROW, False, 1, False, Told(False, FAR, 0, 2)),
+        (NARROW, False, 300, True, Told(False, FAR, 301, 303)),
+        (NARROW, True, 1, False, Told(True, -1, 0, 2)),
+        (NARROW, True, 300, False, Told(True, -1, 0, 2)),
+        (NARROW, True, 300, True, Told(False, -1, -1, 2)),
+    ],
+)
+def test_flash_attn_is_told_what_fixes_its_tile(
+    case: AttentionParameters,
+    one_group: bool,
+    max_q: int,
+    sees_all: bool,
+    expected: Told,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _take(one_group, monkeypatch)
+    assert flash_attn.told(case, max_q, sees_all=sees_all) == expected
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+@pytest.mark.parametrize("one_group", [False, True])
+@pytest.mark.parametrize("group", [1, 3, 32, 64])
+def test_flash_attn_tile_follows_neither_phase_nor_pages(
+    group: int, one_group: bool, sees_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FA3's own choice for head dim 64: `use_one_mma_wg`, `tile_size_fwd_sm90`."""
+    _take(one_group, monkeypatch)
+    case = AttentionParameters(group, 1, 64, 1.0)
+    found = set()
+    for max_q in (1, 2, 7, 21, 22, 300, 4096):
+        say = flash_attn.told(case, max_q, sees_all=sees_all)
+        right = -1 if say.right >= say.max_q - 1 else say.right
+        local = not say.causal and (say.left >= 0 or right >= 0)
+        one_wg = not local and say.max_q * group <= 64
+        for paged in (False, True):
+            wide = 128 if say.causal else 160 if local or paged else 192
+            found.add(192 if one_wg else wide)
+    assert found == {192 if one_group and group <= 32 else 160}
+
+
+def test_control_a_causal_mask_alone_has_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "FLASH_CAUSAL_HEAD_DIMS", (64, 128))
+    _take(False, monkeypatch)
+    told = [flash_attn.told(NARROW, max_q, sees_all=False) for max_q in (1, 300)]
+    assert [say.max_q * NARROW.group <= 64 for say in told] == [True, False]
 
 
 @pytest.mark.gpu
@@ -83,14 +168,22 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("block_size", FLASH_PAGE_SIZES)
     @pytest.mark.parametrize("split", [False, True], ids=["apart", "alternating"])
-    def test_flash_attn_pages_do_not_matter(self, block_size: int, split: bool) -> None:
-        for params in CASES.values():
+    @tiles
+    def test_flash_attn_pages_do_not_matter(
+        self, tile: list[AttentionParameters], block_size: int, split: bool
+    ) -> None:
+        for params in tile:
             batch = make_batch(params, *IMPL, peaked=True)
             pages = fill_pages(batch, block_size=block_size, split=split)
             replay(pages, 100, batch.attend())
 
-    @pytest.mark.parametrize("width", FLASH_HEAD_DIMS)
-    def test_flash_attn_long_contexts(self, width: int) -> None:
+    @pytest.mark.parametrize(
+        ("width", "one_group"), [(64, True), *((width, False) for width in FLASH_HEAD_DIMS)]
+    )
+    def test_flash_attn_long_contexts(
+        self, width: int, one_group: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _take(one_group, monkeypatch)
         params = AttentionParameters(*HEADS[width], width, width**-0.5, key_split=2048)
         batch = make_batch(params, *IMPL, lengths=(5000, 2048, 4097, 300))
         pages, whole = fill_pages(batch), batch.attend()
@@ -105,8 +198,9 @@ class TestOnHopper:
             assert_bitwise_equal(out, whole[0][rows], str(parts))
             assert_bitwise_equal(lse, whole[1][rows], str(parts))
 
-    def test_flash_attn_ignores_poison(self) -> None:
-        for params in CASES.values():
+    @tiles
+    def test_flash_attn_ignores_poison(self, tile: list[AttentionParameters]) -> None:
+        for params in tile:
             batch = make_batch(params, *IMPL)
             pages, whole = fill_pages(batch), batch.attend()
             parts = [(i, n - 1, n) for i, n in enumerate(LENGTHS)]
@@ -168,6 +262,7 @@ class TestOnHopper:
         self, width: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(flash_attn, "FLASH_CAUSAL_HEAD_DIMS", FLASH_HEAD_DIMS)
+        _take(False, monkeypatch)
         params = AttentionParameters(*HEADS[width], width, width**-0.5)
         batch = make_batch(params, *IMPL)
         with pytest.raises(AssertionError, match="chunk 1 at"):

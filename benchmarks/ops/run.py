@@ -91,24 +91,23 @@ def measure(
         repeats: timed calls of each side.
         source: hardware, versions, commit of the rows.
         tell: told each case as it is done.
-        keep: given an op's rows when it is done, so that an interruption loses one op at most.
+        keep: given each row as it is measured, so that an interruption loses one case at most.
     """
     outcome = Outcome([], {})
     for module in modules:
         relation = functools.cache(_broken)  # per op: it holds the op's tensors
-        first = len(outcome.rows)
         begin = time.perf_counter()
         try:
             for case in cases_of(module, setting):
                 row = measure_case(case, setting, repeats, relation) | source.to_dict()
                 outcome.rows.append(row)
+                keep([row])
                 tell(_line(row))
                 del case
                 gc.collect()
         except Exception:
             outcome.failed[module.OP] = traceback.format_exc()
             tell(f"{module.OP}: failed\n{outcome.failed[module.OP]}")
-        keep(outcome.rows[first:])
         tell(f"{module.OP}: {time.perf_counter() - begin:.1f} s")
         del relation
         if setting.device == "cuda":

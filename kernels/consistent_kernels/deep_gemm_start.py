@@ -39,6 +39,9 @@ ROWS = tuple(sorted({1, 2, 8, 9, 17, 33, 65, 129, 257, *range(16, min(PIECES), 1
 """Row counts that are probed, up to a model's limit: every piece, and below the smallest one every
 multiple of 16, at which DeepGEMM's tiles, and with them its kernels, change."""
 
+_RUN = 8
+"""Row counts below PIECES that one process compiles one after the other."""
+
 COLD_SECONDS = 0.7
 """A first call that takes longer has compiled: a kernel from disk loads in a few milliseconds."""
 
@@ -155,38 +158,48 @@ def _first_call_seconds(shape: Shape, device: torch.device) -> float:
 
 def _compile(shapes: Sequence[Shape], device: torch.device, processes: int) -> None:
     """Run each shape's rows in child processes; their kernels land in DeepGEMM's disk cache."""
-    processes = max(1, min(processes, os.cpu_count() or 1))
-    pieces = max(1, processes // len(shapes))
-    jobs: list[tuple[Shape, list[int]]] = []
-    for shape in shapes:
-        rows = probed_rows(shape.max_rows)
-        # Neighbouring M share kernels: a child takes a run of them, so that few compile twice.
-        size = -(-len(rows) // pieces)
-        jobs += [(shape, rows[start : start + size]) for start in range(0, len(rows), size)]
-    jobs.sort(key=lambda job: -len(job[1]))
-    running: list[tuple[subprocess.Popen[bytes], Any]] = []
-    while jobs or running:
-        while jobs and len(running) < processes:
-            running.append(_start(*jobs.pop(0), device))
+    jobs = _shared_out(shapes, max(1, min(processes, os.cpu_count() or 1)))
+    running = [_start(job, device) for job in jobs]
+    while running:
         time.sleep(0.05)
         for child in [child for child in running if child[0].poll() is not None]:
             running.remove(child)
             _check_child(*child)
 
 
+def _shared_out(shapes: Sequence[Shape], processes: int) -> list[list[tuple[Shape, list[int]]]]:
+    """Share the rows to compile among at most so many processes: [(shape, rows)] of each.
+
+    A process costs seconds before it compiles anything, so none is started for one shape alone.
+    Every size of PIECES has a kernel of its own; below them neighbouring M share one, and stay
+    together, so that few compile twice.
+    """
+    runs: list[tuple[Shape, list[int]]] = []
+    pieces: list[tuple[Shape, list[int]]] = []
+    for shape in shapes:
+        rows = probed_rows(shape.max_rows)
+        small = [m for m in rows if m < min(PIECES)]
+        runs += [(shape, small[first : first + _RUN]) for first in range(0, len(small), _RUN)]
+        pieces += [(shape, [m]) for m in rows if m >= min(PIECES)]
+    parts = runs + pieces
+    return [job for job in (parts[index::processes] for index in range(processes)) if job]
+
+
 def _start(
-    shape: Shape, rows: list[int], device: torch.device
+    job: Sequence[tuple[Shape, list[int]]], device: torch.device
 ) -> tuple[subprocess.Popen[bytes], Any]:
     index = device.index if device.index is not None else torch.cuda.current_device()
-    kind = type(shape)
-    job = {
-        "class": [kind.__module__, kind.__qualname__],
-        "fields": dataclasses.asdict(shape),
-        "rows": rows,
-        "device": index,
-    }
+    parts = [
+        {
+            "class": [type(shape).__module__, type(shape).__qualname__],
+            "fields": dataclasses.asdict(shape),
+            "rows": rows,
+        }
+        for shape, rows in job
+    ]
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the child has ended
-    code = _CHILD.format(path=list(sys.path), job=json.dumps(job))
+    given = json.dumps({"device": index, "parts": parts})
+    code = _CHILD.format(path=list(sys.path), job=given)
     return subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log), log
 
 
@@ -205,10 +218,11 @@ def _check_child(child: subprocess.Popen[bytes], log: Any) -> None:
 
 def _child(job: str) -> None:
     given = json.loads(job)
-    module, name = given["class"]
-    shape: Shape = getattr(importlib.import_module(module), name)(**given["fields"])
     device = torch.device("cuda", given["device"])
     torch.cuda.set_device(device)
-    for rows in given["rows"]:
-        shape.run(shape.operands(rows, device, blank=True), slice(0, rows))
+    for part in given["parts"]:
+        module, name = part["class"]
+        shape: Shape = getattr(importlib.import_module(module), name)(**part["fields"])
+        for rows in part["rows"]:
+            shape.run(shape.operands(rows, device, blank=True), slice(0, rows))
     torch.cuda.synchronize(device)

@@ -1,27 +1,28 @@
-"""FP8 experts of Qwen3-30B-A3B, against vLLM's DeepGEMM experts."""
+"""FP8 experts of Qwen3-30B-A3B, against the kernel that vLLM chooses for them."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
+from consistent_kernels.deep_gemm_start import prepare
 from consistent_kernels.fp8_experts import (
     Fp8ExpertWeight,
     fp8_experts,
     quantize_expert_weight,
 )
 from consistent_kernels.fp8_experts.spec import IMPLEMENTATIONS
+from consistent_kernels.quantization.spec import SCALE_FORMATS
 
 OP = "fp8_experts"
 _SHAPE = (128, 8, 2048, 768)
 _SMALL = (8, 2, 128, 128)
 """Experts E, experts of a token K, hidden H, width I."""
-_SCALE_FORMAT = "ue8m0"
-"""What stock vLLM uses with DeepGEMM on Hopper."""
 _REASONS = {
     "reference": "vLLM has no kernel for it on a CPU",
     "triton": "the program for shapes that DeepGEMM does not take, with one tile for any counts",
@@ -33,6 +34,13 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Routed rows to their weighted sum: quantization, layout, both GEMMs, activation, sum."""
     num_experts, top_k, hidden, width = _SMALL if setting.small else _SHAPE
     rows = max(setting.rows())
+    if setting.device == "cuda":
+        # Else DeepGEMM compiles one kernel after the other, each for seconds.
+        from consistent_kernels.fp8_experts.deep_gemm_start import layer_shapes
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        sizes = (num_experts, hidden, width, rows * top_k)
+        prepare((shape for f in SCALE_FORMATS for shape in layer_shapes(*sizes, f)), device)
     x = setting.hazards(rows, hidden, seed=1)
     masters = (
         setting.normal(num_experts, 2 * width, hidden, seed=2, scale=0.02),
@@ -40,23 +48,26 @@ def cases(setting: Setting) -> Iterator[Case]:
     )
     weights, ids = setting.normal(rows, num_experts, seed=4).float().softmax(-1).topk(top_k)
     ids = ids.int()
-    for impl in setting.implementations(IMPLEMENTATIONS):
-        w13, w2 = (
-            quantize_expert_weight(master, scale_format=_SCALE_FORMAT, impl=impl)
-            for master in masters
-        )
-        run = functools.partial(_ours, x, w13, w2, ids, weights, impl)
-        relations = functools.partial(check_rows, run, rows, (1, 7, 64, 257))
-        for m in setting.rows():
-            yield Case(
-                op=OP,
-                shape=f"M={m} E={num_experts} K={top_k} H={hidden} I={width} {_SCALE_FORMAT}",
-                impl=impl,
-                ours=functools.partial(run, slice(0, m)),
-                stock=_stock(x[:m], w13, w2, ids[:m], weights[:m]) if x.is_cuda else None,
-                relations=relations,
-                reason=_REASONS[impl],
+    # What is chosen where both serve comes first: a run that is cut off has it.
+    impls = setting.implementations(reversed(IMPLEMENTATIONS))
+    for scale_format in SCALE_FORMATS:
+        for impl in impls:
+            w13, w2 = (
+                quantize_expert_weight(master, scale_format=scale_format, impl=impl)
+                for master in masters
             )
+            run = functools.partial(_ours, x, w13, w2, ids, weights, scale_format, impl)
+            relations = functools.partial(check_rows, run, rows, (1, 7, 64, 256, 257))
+            for m in setting.rows():
+                yield Case(
+                    op=OP,
+                    shape=f"M={m} E={num_experts} K={top_k} H={hidden} I={width} {scale_format}",
+                    impl=impl,
+                    ours=functools.partial(run, slice(0, m)),
+                    stock=_stock(x[:m], w13, w2, ids[:m], weights[:m]) if x.is_cuda else None,
+                    relations=relations,
+                    reason=_REASONS[impl],
+                )
 
 
 def _ours(
@@ -65,11 +76,12 @@ def _ours(
     w2: Fp8ExpertWeight,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    scale_format: str,
     impl: str,
     rows: slice,
 ) -> torch.Tensor:
     return fp8_experts(
-        x[rows], w13, w2, ids[rows], weights[rows], scale_format=_SCALE_FORMAT, impl=impl
+        x[rows], w13, w2, ids[rows], weights[rows], scale_format=scale_format, impl=impl
     )
 
 
@@ -80,17 +92,24 @@ def _stock(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> Callable[[], torch.Tensor]:
+    """vLLM's kernel for block-FP8 experts on this device: on Hopper its Triton one, tuned for H200.
+
+    It quantizes rows with power-of-two scales, whatever the weights have.
+    """
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import (
         FusedMoEConfig,
         FusedMoEParallelConfig,
         RoutingMethodType,
-        fp8_w8a8_moe_quant_config,
     )
-    from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
         MoEPrepareAndFinalizeNoDPEPModular,
+    )
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8Dynamic128Sym,
+        kFp8Static128BlockSym,
     )
     from vllm.v1.worker.workspace import (
         init_workspace_manager,
@@ -113,21 +132,18 @@ def _stock(
         moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=x.dtype,
     )
-    quantization = fp8_w8a8_moe_quant_config(
-        w1_scale=w13.scale, w2_scale=w2.scale, block_shape=[128, 128]
+    backend, experts = fp8.select_fp8_moe_backend(config, kFp8Static128BlockSym, kFp8Dynamic128Sym)
+    layer = types.SimpleNamespace(weight_block_size=[128, 128])
+    # The scales too: some kernels want them in another layout.
+    v13, v2, s13, s2 = fp8.convert_to_fp8_moe_kernel_format(
+        backend, layer, w13.values, w2.values, w13.scale, w2.scale, None, None
+    )
+    quantization = fp8.make_fp8_moe_quant_config(
+        backend, s13, s2, None, None, block_shape=layer.weight_block_size
     )
     kernel = modular_kernel.FusedMoEKernel(
-        MoEPrepareAndFinalizeNoDPEPModular(), DeepGemmExperts(config, quantization)
+        MoEPrepareAndFinalizeNoDPEPModular(), experts(config, quantization)
     )
     return functools.partial(
-        kernel.apply,
-        x,
-        w13.values,
-        w2.values,
-        weights,
-        ids,
-        MoEActivation.SILU,
-        num_experts,
-        None,
-        False,
+        kernel.apply, x, v13, v2, weights, ids, MoEActivation.SILU, num_experts, None, False
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, has_passed
-from consistent_kernels.experts.deep_gemm import grouped_gemm, is_masked, is_served
+from consistent_kernels.experts.deep_gemm_grouped import grouped_gemm, is_masked, is_served
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places, to_places
 

@@ -72,6 +72,7 @@ _FILES = {
     "triton": ("triton.py", "triton_layout.py"),
     "deep_gemm": (
         "deep_gemm.py",
+        "deep_gemm_grouped.py",
         "deep_gemm_places.py",
         "deep_gemm_rows.py",
         "triton.py",

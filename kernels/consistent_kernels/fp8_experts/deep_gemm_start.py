@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
-from consistent_kernels.deep_gemm_start import LARGEST_ROWS
+from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, has_passed
+from consistent_kernels.experts.deep_gemm_grouped import is_masked
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places
-from consistent_kernels.fp8_experts.deep_gemm import grouped_gemm
+from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm
 from consistent_kernels.fp8_experts.deep_gemm_rows import to_places
 from consistent_kernels.fp8_linear.deep_gemm import Fp8GemmShape
 from consistent_kernels.fp8_linear.probe import Operands
 
+_FEWEST_ROWS = 1024
+"""Rows of a probe at first use: both layouts."""
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Fp8GroupedGemmShape:
-    """Stacked weights [E, N, K], in the contiguous layout that serves.
+    """Stacked weights [E, N, K].
 
     Attributes:
         experts, columns, inner: E, N, K.
-        max_rows: the most rows to probe, one slot each.
+        max_rows: the most rows to probe, one slot each; above MASKED_TOKENS the contiguous layout
+            is probed against the masked one, too.
         scale_format: "fp32" or "ue8m0".
     """
 
@@ -38,7 +44,10 @@ class Fp8GroupedGemmShape:
         return dense.operands(rows, device, blank=blank)
 
     def run(self, operands: Operands, rows: slice) -> torch.Tensor:
-        """Return the library's result for these rows; every other goes to few experts."""
+        """Return the library's result for these rows, in the layout that is served for so many.
+
+        Every other row goes to few experts.
+        """
         values, scale, weight, weight_scale = operands
         index = torch.arange(values.shape[0], dtype=torch.int32, device=values.device)
         spread = index * 7 % self.experts
@@ -47,9 +56,25 @@ class Fp8GroupedGemmShape:
             weight.view(self.experts, self.columns, self.inner),
             weight_scale.view(self.experts, -1, weight_scale.shape[1]),
         )
-        places = expert_places(ids, self.experts, masked=False)
+        masked = is_masked("fastest", ids.shape[0], self.experts)
+        places = expert_places(ids, self.experts, masked=masked)
         x = to_places(values[rows], scale[rows], places, slots=1)
         return from_places(grouped_gemm(x, stacked, places, self.scale_format), places)
+
+
+@functools.cache
+def start(experts: int, columns: int, inner: int, scale_format: str, device: torch.device) -> None:
+    """Probe weights [E, N, K] once, unless `deep_gemm_start.prepare` has.
+
+    It waits for the device: the first call of a layer must not be captured in a graph. It compiles
+    kernels, one after the other, where DeepGEMM has none of this shape on disk.
+
+    Raises:
+        NumericsError: a row's bits follow the number of rows or the layout on this machine.
+    """
+    shape = Fp8GroupedGemmShape(experts, columns, inner, _FEWEST_ROWS, scale_format)
+    if not has_passed(shape, device):
+        check_rows(shape, device)
 
 
 def layer_shapes(

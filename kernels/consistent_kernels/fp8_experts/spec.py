@@ -36,13 +36,13 @@ NUM_WARPS, NUM_STAGES = 4, 4
 _FILES = {
     "reference": ("reference.py",),
     "triton": ("triton.py",),
-    "deep_gemm": ("deep_gemm.py", "deep_gemm_rows.py"),
+    "deep_gemm": ("deep_gemm.py", "deep_gemm_grouped.py", "deep_gemm_rows.py"),
 }
 _EXPERTS = {
     "reference": ("experts/reference.py", "linear/tiles.py"),
     "triton": ("experts/triton_layout.py", "experts/triton.py", "alignment.py"),
     "deep_gemm": (
-        "experts/deep_gemm.py",
+        "experts/deep_gemm_grouped.py",
         "experts/deep_gemm_places.py",
         "experts/deep_gemm_rows.py",
         "experts/triton.py",

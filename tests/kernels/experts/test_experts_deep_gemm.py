@@ -15,7 +15,7 @@ from interpreted import output_interpreted
 
 from consistent_kernels import deep_gemm_start as start
 from consistent_kernels.errors import NumericsError, UnsupportedError
-from consistent_kernels.experts import deep_gemm, deep_gemm_start, expert_outputs
+from consistent_kernels.experts import deep_gemm_grouped, deep_gemm_start, expert_outputs
 from consistent_kernels.experts.deep_gemm_places import PLACE_ALIGNMENT, contiguous_places
 from consistent_kernels.experts.deep_gemm_start import GroupedGemmShape, layer_shapes
 from consistent_kernels.testing import assert_bitwise_equal
@@ -25,7 +25,7 @@ _INTERPRETED = """
 import torch
 from expert_cases import SHAPES, prepared, routing, tokens
 from consistent_kernels import deep_gemm_start as start
-from consistent_kernels.experts import deep_gemm, deep_gemm_start
+from consistent_kernels.experts import deep_gemm, deep_gemm_grouped, deep_gemm_start
 from consistent_kernels.linear.reference import linear_ref
 from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
 from consistent_kernels.testing import assert_bitwise_equal
@@ -41,7 +41,7 @@ def stand_in(x, weight, places):
 
 deep_gemm.grouped_gemm = stand_in
 started = []
-deep_gemm_start.start = lambda *shape: started.append(shape[:3])
+deep_gemm.start = lambda *shape: started.append(shape[:3])
 shape = SHAPES["tiny"]
 w13, w2 = prepared(shape, "triton", "cpu")
 for rows, layout in ((1, "contiguous"), (40, "contiguous"), (40, "masked"), (7, "fastest")):
@@ -71,7 +71,7 @@ assert int(finite.sum()) == 256, "the capacity of an expert"
 assert bool(y.isnan().all(-1).flatten()[~finite].all())
 
 # The start-up probe passes what does not follow the rows, and names what does.
-deep_gemm.MASKED_TOKENS, start.ROWS = 16, (1, 5, 16, 17)
+deep_gemm_grouped.MASKED_TOKENS, start.ROWS = 16, (1, 5, 16, 17)
 deep_gemm_start.grouped_gemm = stand_in
 layer, cpu = deep_gemm_start.GroupedGemmShape(8, 64, 64, 20), torch.device("cpu")
 assert not start.has_passed(layer, cpu)
@@ -114,10 +114,10 @@ def test_places_hold_every_routing_and_calls_are_few_sizes(experts: int) -> None
         ):
             needed = -(-counts // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
             assert int(needed.sum()) <= places, (rows, counts)
-        sizes = deep_gemm.calls(places)
+        sizes = deep_gemm_grouped.calls(places)
         assert sum(sizes) == places
         seen.update(sizes)
-    assert seen <= set(deep_gemm.CALLS)
+    assert seen <= set(deep_gemm_grouped.CALLS)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_places_hold_every_routing_and_calls_are_few_sizes(experts: int) -> None
     [(2048, 768, True), (64, 64, True), (192, 96, False), (72, 128, False)],
 )
 def test_experts_deep_gemm_is_chosen_by_layer(hidden: int, width: int, served: bool) -> None:
-    assert deep_gemm.is_served(hidden, width) is served
+    assert deep_gemm_grouped.is_served(hidden, width) is served
     shapes = layer_shapes(8, hidden, width, 100)
     assert [(s.columns, s.inner) for s in shapes] == (
         [(2 * width, hidden), (hidden, width)] if served else []
@@ -137,19 +137,19 @@ def test_experts_deep_gemm_probes_both_layouts_and_every_call_size() -> None:
     # Qwen3-30B-A3B, 8,192 tokens a step.
     shape = next(iter(layer_shapes(128, 2048, 768, 8192 * 8)))
     probed = start.probed_rows(shape.max_rows)
-    masked = [rows for rows in probed if deep_gemm.is_masked("fastest", rows, 128)]
+    masked = [rows for rows in probed if deep_gemm_grouped.is_masked("fastest", rows, 128)]
     # 256 experts have as many places in fewer rows.
-    assert deep_gemm.is_masked("fastest", 128, 256)
-    assert not deep_gemm.is_masked("fastest", 129, 256)
+    assert deep_gemm_grouped.is_masked("fastest", 128, 256)
+    assert not deep_gemm_grouped.is_masked("fastest", 129, 256)
     assert {1, 16, 17, 64, 65, 129, 256} <= set(masked)
     sizes = {
         size
         for rows in probed
         if rows not in masked
-        for size in deep_gemm.calls(contiguous_places(rows, 128))
+        for size in deep_gemm_grouped.calls(contiguous_places(rows, 128))
     }
     # Places of 128 experts come in steps of 2,048, so the smaller calls do not occur.
-    assert sizes == {size for size in deep_gemm.CALLS if size >= 2048}
+    assert sizes == {size for size in deep_gemm_grouped.CALLS if size >= 2048}
 
 
 def test_experts_deep_gemm_rejects_other_dtypes() -> None:
@@ -212,7 +212,7 @@ class TestOnHopper:
     def test_experts_deep_gemm_fastest_layout_equals_contiguous(self) -> None:
         shape = SHAPES["qwen3-like"]
         w13, w2 = prepared(shape, "deep_gemm", "cuda")
-        for rows in (1, deep_gemm.MASKED_TOKENS, deep_gemm.MASKED_TOKENS + 1):
+        for rows in (1, deep_gemm_grouped.MASKED_TOKENS, deep_gemm_grouped.MASKED_TOKENS + 1):
             x = tokens(shape, rows, "cuda", seed=3)
             ids, _ = routing(shape, rows, "cuda", seed=4)
             given = (x, w13, w2, ids)
@@ -247,7 +247,7 @@ class TestOnHopper:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fault(x: torch.Tensor, weight: torch.Tensor, places: object) -> torch.Tensor:
-            y = deep_gemm.grouped_gemm(x, weight, places)
+            y = deep_gemm_grouped.grouped_gemm(x, weight, places)
             if places.place.numel() == 17:
                 y.view(torch.int16)[places.place[3], 5] ^= 1
             return y

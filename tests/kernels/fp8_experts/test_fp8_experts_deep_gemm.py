@@ -12,7 +12,8 @@ from implementations import HAS_DEEP_GEMM
 from interpreted import output_interpreted
 
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.fp8_experts.deep_gemm import LAYOUTS, fp8_expert_outputs_deep_gemm
+from consistent_kernels.experts.spec import LAYOUTS
+from consistent_kernels.fp8_experts.deep_gemm import fp8_expert_outputs_deep_gemm
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -31,13 +32,13 @@ from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
 from consistent_kernels.testing import assert_bitwise_equal
 
 interpreted_fp8.install()
-deep_gemm.grouped_gemm = stand_in_gemm
-deep_gemm.LARGEST_ROWS, deep_gemm.PROBED_ROWS = 9, (1, 5)
+deep_gemm.grouped_gemm = deep_gemm_start.grouped_gemm = stand_in_gemm
+start.ROWS, deep_gemm_start._FEWEST_ROWS = (1, 5), 9
 deep_gemm.check_supported = lambda *_: None
 deep_gemm.quantize_rows = lambda x, scale_format, impl: quantize_rows_fwd(x, scale_format, False)
 
 tokens = 40
-for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0")):
+for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0"), ("fastest", "fp32")):
     x, w13, w13_scale, w2, w2_scale, ids = operands(tokens, scale_format)
     flat = ids.view(-1)
     expected = torch.zeros(tokens * SLOTS, w2.shape[1], dtype=torch.bfloat16)
@@ -54,23 +55,8 @@ for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0")):
     )
     assert_bitwise_equal(y.view(expected.shape), expected, layout)
 
-def fault(x, weight, places, scale_format):
-    y = stand_in_gemm(x, weight, places, scale_format)
-    if places.capacity is not None and places.place.numel() == 5:
-        y[places.place[2]] += 1.0  # one row of one layout at one size
-    return y
-
-deep_gemm.grouped_gemm = fault
-deep_gemm._started.clear()
-try:
-    deep_gemm.start((w2, w2_scale), "fp32")
-    raise SystemExit("the probe missed a fault")
-except deep_gemm.NumericsError as error:
-    assert "masked layout with 5 rows" in str(error), error
-
 # The start of a whole model passes what does not follow the rows, and names what does.
 start.ROWS = (1, 5, 16)
-deep_gemm_start.grouped_gemm = stand_in_gemm
 layer = deep_gemm_start.Fp8GroupedGemmShape(EXPERTS, 128, 256, 20, "fp32")
 start.check_rows(layer, torch.device("cpu"))
 
@@ -84,8 +70,27 @@ deep_gemm_start.grouped_gemm = one_bit
 try:
     start.check_rows(layer, torch.device("cpu"))
     raise SystemExit("the start missed a fault")
-except deep_gemm.NumericsError as error:
+except start.NumericsError as error:
     assert "M=5 and M=20" in str(error), error
+
+# So does the first use of a layer that no start has prepared, here between the two layouts.
+start.ROWS, deep_gemm_start._FEWEST_ROWS = (1, 5), 9
+deep_gemm_start.is_masked = lambda layout, tokens, experts: tokens < 9
+
+def of_layout(x, weight, places, scale_format):
+    y = stand_in_gemm(x, weight, places, scale_format)
+    if places.capacity is not None:
+        y.view(torch.int16)[places.place[0], 3] ^= 1
+    return y
+
+deep_gemm_start.grouped_gemm = of_layout
+deep_gemm.start.cache_clear()
+start._passed.clear()
+try:
+    deep_gemm.fp8_expert_outputs_deep_gemm(x, w13, w13_scale, w2, w2_scale, ids, None, "fp32")
+    raise SystemExit("the first use missed a fault")
+except start.NumericsError as error:
+    assert "M=1 and M=9" in str(error), error
 
 for masked in (False, True):
     wide = torch.where(ids < 0, EXPERTS + 3, ids)  # beyond the last expert: nowhere too
@@ -179,7 +184,7 @@ def test_experts_deep_gemm_rejects_what_it_cannot_serve() -> None:
         fp8_expert_outputs_deep_gemm(x, *weights, ids, None, "fp32")
     with pytest.raises(UnsupportedError, match=r"float32 .* supported: torch\.bfloat16"):
         fp8_expert_outputs_deep_gemm(x.float(), *weights, ids, None, "fp32")
-    with pytest.raises(UnsupportedError, match=r"layout 'dense' .* contiguous, masked"):
+    with pytest.raises(UnsupportedError, match=r"layout 'dense' .* contiguous, masked, fastest"):
         fp8_expert_outputs_deep_gemm(x, *weights, ids, None, "fp32", "dense")
 
 

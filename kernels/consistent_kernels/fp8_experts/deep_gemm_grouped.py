@@ -1,0 +1,47 @@
+"""DeepGEMM's grouped FP8 GEMMs over places."""
+
+from __future__ import annotations
+
+import torch
+
+from consistent_kernels.experts.deep_gemm_grouped import MASKED_HINT, calls
+from consistent_kernels.experts.deep_gemm_places import Places
+from consistent_kernels.fp8_experts.deep_gemm_rows import Quantized
+from consistent_kernels.quantization import tma_aligned_scales
+from consistent_kernels.vendored import deep_gemm
+
+
+def grouped_gemm(
+    x: Quantized, weight: Quantized, places: Places, scale_format: str
+) -> torch.Tensor:
+    """y[p] = fp8_gemm(x[p], weight[expert of p]) for the places in use; the others are undefined.
+
+    Args:
+        x: values and scale of the rows in their places.
+        weight: values [E, N, K] and scale [E, ceil(N / 128), K / 128].
+        places: from `expert_places`.
+
+    Returns:
+        [places, N] bf16.
+    """
+    experts, columns, inner = weight[0].shape
+    y = torch.empty((x[0].shape[0], columns), dtype=torch.bfloat16, device=x[0].device)
+    # Blackwell packs exponents; the cast of a power of two is exact.
+    options = {"disable_ue8m0_cast": scale_format != "ue8m0"}
+    library = deep_gemm()
+    if places.capacity is not None:
+        shape = (experts, places.capacity)
+        rows, out = (x[0].view(*shape, inner), x[1]), y.view(*shape, columns)
+        library.m_grouped_fp8_gemm_nt_masked(
+            rows, weight, out, places.count, MASKED_HINT, **options
+        )
+        return y
+    first = 0
+    for size in calls(x[0].shape[0]):
+        part = slice(first, first + size)
+        rows = (x[0][part], tma_aligned_scales(x[1][part]))
+        library.m_grouped_fp8_gemm_nt_contiguous(
+            rows, weight, y[part], places.expert[part], **options
+        )
+        first += size
+    return y

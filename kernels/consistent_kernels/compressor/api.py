@@ -13,12 +13,14 @@ from consistent_kernels.compressor.spec import IMPLEMENTATIONS
 from consistent_kernels.compressor.windows import CompressorParameters
 from consistent_kernels.counters import count
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
+from consistent_kernels.index_range import check_range
 from consistent_kernels.kv_cache_fp8 import INDEXER, LAYOUTS, V4, KVLayout, write_kv_fp8
 from consistent_kernels.kv_cache_fp8.api import check_cache
 from consistent_kernels.rotary.parameters import RopeParameters
 from consistent_kernels.rotary.tables import rope_tables
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NO_BOUND = 1 << 31
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
@@ -55,7 +57,7 @@ def _compress(
     params = CompressorParameters(ratio, overlap, weight.shape[0], norm_eps)
     tables = rope_tables(rope, state.device)
     if impl == "reference":
-        _check_range(rows, state.shape[0])
+        _check_entry_range("compress", state, rows, positions, tables[0].shape[0])
         return compress_ref(state, rows, positions, weight, *tables, params, dtype)
     from consistent_kernels.compressor.triton import compress_fwd
 
@@ -80,7 +82,10 @@ def _compress_to_cache(
     params = CompressorParameters(ratio, overlap, weight.shape[0], norm_eps)
     tables = rope_tables(rope, state.device)
     if impl == "reference":
-        _check_range(rows, state.shape[0])
+        kept = (slots >= 0).nonzero().view(-1)
+        slots, rows, positions = slots[kept], rows[kept], positions[kept]
+        check_range("compress_to_cache", "slots", slots, 0, cache.shape[0] * cache.shape[1])
+        _check_entry_range("compress_to_cache", state, rows, positions, tables[0].shape[0])
         entries = compress_ref(state, rows, positions, weight, *tables, params, torch.bfloat16)
         write_kv_fp8(entries, cache, slots, layout=LAYOUTS[layout], impl=impl)
         return
@@ -91,22 +96,22 @@ def _compress_to_cache(
     )
 
 
-def _check_range(rows: torch.Tensor, count: int) -> None:
-    wrong = (rows < -1) | (rows >= count)
-    if bool(wrong.any()):
-        entry, token = (int(i) for i in wrong.nonzero()[0])
-        raise invalid(
-            "compress",
-            f"rows[{entry}, {token}]",
-            f"-1 or a row of state below {count}",
-            int(rows[entry, token]),
-        )
+def _check_entry_range(
+    op: str, state: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, max_position: int
+) -> None:
+    count = state.shape[0]
+    check_range(op, "rows", rows, -1, count, f"-1 or a row of state below {count}")
+    check_range(
+        op, "positions", positions, 0, max_position, f"below rope.max_position {max_position}"
+    )
 
 
 def _compressor_state(
     kv_score: torch.Tensor, position_bias: torch.Tensor, positions: torch.Tensor, impl: str
 ) -> torch.Tensor:
     count("compressor_state", impl)
+    if impl == "reference":
+        check_range("compressor_state", "positions", positions, 0, _NO_BOUND)
     # One fp32 addition an element: PyTorch's has the bits of any program's.
     return compressor_state_ref(kv_score, position_bias, positions)
 
@@ -121,7 +126,9 @@ def _write_compressor_state(
 ) -> None:
     count("write_compressor_state", impl)
     if impl == "reference":
-        kept = (slots >= 0).nonzero().view(-1)
+        op, kept = "write_compressor_state", (slots >= 0).nonzero().view(-1)
+        check_range(op, "slots", slots, -_NO_BOUND, len(cache), f"negative or below {len(cache)}")
+        check_range(op, "positions", positions[kept], 0, _NO_BOUND)
         state = compressor_state_ref(kv_score, position_bias, positions)
         cache.index_copy_(0, slots[kept].long(), state[kept])
         return
@@ -195,7 +202,7 @@ def _check_fp32(op: str, name: str, value: torch.Tensor, width: int) -> None:
 
 
 def _check_integers(op: str, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if value.is_floating_point() or tuple(value.shape) != shape:
+    if value.dtype not in (torch.int32, torch.int64) or tuple(value.shape) != shape:
         raise invalid(op, name, f"integers of shape {shape}", f"{value.dtype} {tuple(value.shape)}")
 
 
@@ -323,7 +330,8 @@ def compress(
         rows: [E, tokens] int32, rows of state, from `packed_windows` or `paged_windows`; -1 for a
             token that does not exist. Rows that none names are never read. The reference
             refuses a row out of range; on CUDA nobody looks.
-        positions: [E] integers: of the first own token of each window, (position // ratio) * ratio.
+        positions: [E] integers: of the first own token of each window, (position // ratio) * ratio,
+            below rope.max_position.
         weight: [head_dim], any float dtype (used as fp32).
         rope: its rotary_dim last columns are rotated in adjacent pairs.
         dtype: of the entries.
@@ -337,7 +345,7 @@ def compress(
         chunks or one by one, nor on where the state lies.
 
     Raises:
-        InvalidInputError: shape, dtype or layout.
+        InvalidInputError: shape, dtype or layout; with "reference" a row or position out of range.
         UnsupportedError: unknown impl, or a head_dim that it does not serve.
     """
     _check_entries("compress", state, rows, positions, weight, rope, params, impl)
@@ -419,4 +427,6 @@ def compress_bwd(
             tuple(grad_entries.shape),
         )
     tables = rope_tables(rope.key, state.device)
+    if impl == "reference":
+        _check_entry_range("compress_bwd", state, rows, positions, tables[0].shape[0])
     return compress_bwd_ref(grad_entries, state, rows, positions, weight, *tables, params)

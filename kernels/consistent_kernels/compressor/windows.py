@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from consistent_kernels.errors import invalid
+from consistent_kernels.index_range import check_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,14 @@ def paged_windows(
     Returns:
         [T, tokens] int32, rows of the state cache seen as [pages * block_size, ...]; a position
         before the request's first is -1.
+
+    Raises:
+        InvalidInputError: on a CPU, a request or a position that the block table does not hold.
     """
+    if positions.device.type == "cpu":
+        op, tokens = "paged_windows", block_table.shape[1] * block_size
+        check_range(op, "requests", requests, 0, len(block_table))
+        check_range(op, "positions", positions, 0, tokens)
     closes = (positions + 1) % params.ratio == 0
     places = _window_positions(positions.long(), params)
     exists = (places >= 0) & closes.unsqueeze(1)

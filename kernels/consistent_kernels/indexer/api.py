@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.index_range import check_range
 from consistent_kernels.indexer.layout import new_scores
 from consistent_kernels.indexer.reference import indexer_scores_ref, row_scores_ref
 from consistent_kernels.indexer.spec import HEAD_DIM, IMPLEMENTATIONS
@@ -36,9 +37,12 @@ def _scores(
 ) -> torch.Tensor:
     count("indexer_scores", impl)
     if impl == "reference":
-        if bool(((starts < 0) | (ends > len(k))).any()):
-            given = f"{int(starts.min())} to {int(ends.max())}"
-            raise invalid("indexer_scores", "starts, ends", f"within 0 to {len(k)}", given)
+        wrong = (starts < 0) | (ends < starts) | (ends > len(k))
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            given = f"{int(starts[row])}, {int(ends[row])} in row {row}"
+            expected = f"0 <= start <= end <= {len(k)}"
+            raise invalid("indexer_scores", "starts, ends", expected, given)
         return indexer_scores_ref(q, weights, k, k_scale, starts, ends)
     if impl == "deep_gemm":
         from consistent_kernels.indexer.deep_gemm import indexer_scores_deep_gemm
@@ -70,10 +74,7 @@ def _scores_paged(
     if requests is None:
         requests = torch.arange(len(q), dtype=torch.int32, device=q.device)
     if impl == "reference":
-        bound = min(columns, block_table.shape[1] * cache.shape[1])
-        if len(q) and int(context_lens.max()) > bound:
-            given = int(context_lens.max())
-            raise invalid("indexer_scores_paged", "context_lens", f"at most {bound}", given)
+        _check_pages(cache, block_table, requests, context_lens, columns)
         scores = new_scores(q, columns, paged=True).fill_(float("-inf"))
         for row, length in enumerate(context_lens.tolist()):
             place = torch.arange(length, device=q.device)[None]
@@ -126,6 +127,24 @@ def _check_queries(op: str, q: torch.Tensor, weights: torch.Tensor, impl: str) -
         raise invalid(op, "weights", f"on {q.device}", weights.device)
 
 
+def _check_pages(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor,
+    context_lens: torch.Tensor,
+    columns: int,
+) -> None:
+    """Raise where a length, a request or a page that a key needs points outside; on the host."""
+    op, size = "indexer_scores_paged", cache.shape[1]
+    bound = min(columns, block_table.shape[1] * size)
+    check_range(op, "context_lens", context_lens, 0, bound + 1)
+    check_range(op, "requests", requests, 0, len(block_table))
+    used = -(-context_lens.long() // size)
+    needed = torch.arange(block_table.shape[1], device=used.device) < used[:, None]
+    pages = torch.where(needed, block_table[requests.long()], 0)
+    check_range(op, "block_table[requests]", pages, 0, max(len(cache), 1))
+
+
 def _check_rows(op: str, name: str, index: torch.Tensor, q: torch.Tensor) -> None:
     if index.shape != q.shape[:1] or index.dtype not in (torch.int32, torch.int64):
         given = f"{index.dtype} of shape {tuple(index.shape)}"
@@ -154,7 +173,17 @@ def quantize_indexer_q(
 
     Returns:
         (q [T, H, 128] float8_e4m3fn, weights [T, H] fp32). Neither is differentiable.
+
+    Raises:
+        InvalidInputError: shape or dtype.
     """
+    op = "quantize_indexer_q"
+    if q.dim() != 3 or q.shape[2] != HEAD_DIM or not q.is_floating_point():
+        given = f"{q.dtype} of shape {tuple(q.shape)}"
+        raise invalid(op, "q", f"floats of shape [T, H, {HEAD_DIM}]", given)
+    if weights.shape != q.shape[:2] or not weights.is_floating_point():
+        given = f"{weights.dtype} of shape {tuple(weights.shape)}"
+        raise invalid(op, "weights", f"floats of shape {tuple(q.shape[:2])}", given)
     tokens, heads, dim = q.shape
     with torch.no_grad():
         values, scale = quantize_rows(
@@ -244,7 +273,8 @@ def indexer_scores_paged(
     Returns:
         [T, columns] fp32, for `sparse_topk` with starts 0 and ends context_lens.
 
-    Numerics, Raises: as `indexer_scores`.
+    Numerics, Raises: as `indexer_scores`; with "reference" also a length, request or page that is
+        out of range.
     """
     op = "indexer_scores_paged"
     _check_queries(op, q, weights, impl)
@@ -268,6 +298,8 @@ def indexer_scores_paged(
     elif len(block_table) < len(q):
         raise invalid(op, "block_table", f"of at least {len(q)} rows", tuple(block_table.shape))
     _check_rows(op, "context_lens", context_lens, q)
+    if columns < 0:
+        raise invalid(op, "columns", "at least 0", columns)
     return torch.ops.consistent_kernels.indexer_scores_paged(
         q, weights, cache, block_table, requests, context_lens, schedule, columns, impl
     )

@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.index_range import check_range
 from consistent_kernels.interleaved_rotary.reference import interleaved_rotary_ref
 from consistent_kernels.interleaved_rotary.spec import IMPLEMENTATIONS
 from consistent_kernels.rotary.parameters import RopeParameters
@@ -25,6 +26,9 @@ def _interleaved_rotary(
     count("interleaved_rotary", impl)
     cos, sin = rope_tables(rope, x.device)
     if impl == "reference":
+        most = cos.shape[0]
+        what = f"from 0 to rope.max_position - 1 = {most - 1}"
+        check_range("interleaved_rotary", "positions", positions, 0, most, what)
         return interleaved_rotary_ref(positions, x, cos, sin, inverse)
     from consistent_kernels.interleaved_rotary.triton import interleaved_rotary_fwd
 
@@ -67,7 +71,7 @@ def interleaved_rotary(
         Elementwise: bits depend on the element's own pair and position.
 
     Raises:
-        InvalidInputError: shape or dtype.
+        InvalidInputError: shape or dtype; with "reference" also a position out of range.
         UnsupportedError: unknown impl.
     """
     op = "interleaved_rotary"
@@ -79,7 +83,7 @@ def interleaved_rotary(
             f"[T, heads, {rope.head_dim}] of bfloat16, float16 or float32",
             f"{tuple(x.shape)} of {x.dtype}",
         )
-    if positions.shape != x.shape[:1] or positions.is_floating_point():
+    if positions.shape != x.shape[:1] or positions.dtype not in (torch.int32, torch.int64):
         raise invalid(
             op, "positions", f"{x.shape[0]} integers", f"{tuple(positions.shape)} {positions.dtype}"
         )

@@ -81,6 +81,11 @@ def _check_below(op: str, name: str, index: torch.Tensor, bound: int) -> None:
         raise invalid(op, name, f"below {bound}", int(index.max()))
 
 
+def _check_not_negative(op: str, name: str, index: torch.Tensor) -> None:
+    if index.numel() and int(index.min()) < 0:
+        raise invalid(op, name, "at least 0 where a position names an entry", int(index.min()))
+
+
 def _check_reach(
     op: str,
     cache: torch.Tensor,
@@ -92,11 +97,15 @@ def _check_reach(
     """Raise where an index points outside; reads values, so not for a GPU's step."""
     places = block_table if block_table is not None else starts
     _check_below(op, "requests", requests, len(places))
+    known = positions >= 0
+    _check_not_negative(op, "requests", requests[known.any(1)])
     slots = cache.shape[0] * cache.shape[1]
     if block_table is not None:
         _check_below(op, "positions", positions, block_table.shape[1] * cache.shape[1])
     reached = physical_slots(positions, requests, block_table, starts, cache.shape[1])
-    _check_below(op, "block_table" if starts is None else "starts", reached, slots)
+    name = "block_table" if starts is None else "starts"
+    _check_below(op, name, reached, slots)
+    _check_not_negative(op, name, reached[known])
 
 
 _LIBRARY.impl("write_kv_fp8", _write_kv_fp8, "CompositeExplicitAutograd")
@@ -305,10 +314,17 @@ def gather_indexer_k(
 
     Returns:
         (k [R, K, 128] float8_e4m3fn, scale [R, K] fp32).
+
+    Raises:
+        InvalidInputError: as `gather_kv_fp8`; on a CPU an index out of range, -1 among them.
     """
     op = "gather_indexer_k"
     check_cache(op, cache, INDEXER)
     _check_places(op, cache, positions, requests, block_table, starts)
+    if cache.device.type == "cpu":
+        if positions.numel() and int(positions.min()) < 0:
+            raise invalid(op, "positions", "at least 0", int(positions.min()))
+        _check_reach(op, cache, positions, requests, block_table, starts)
     slots = physical_slots(positions, requests, block_table, starts, cache.shape[1])
     values, scale, _ = read_slots_ref(cache, slots.flatten(), INDEXER)
     shape = positions.shape

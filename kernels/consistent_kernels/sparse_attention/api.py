@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.index_range import check_range
 from consistent_kernels.sparse_attention.backward import sparse_attention_bwd_ref
 from consistent_kernels.sparse_attention.reference import sparse_attention_ref
 from consistent_kernels.sparse_attention.spec import IMPLEMENTATIONS
@@ -33,18 +34,9 @@ def check_indices(indices: torch.Tensor, entries: int, *, op: str = "sparse_atte
     Raises:
         InvalidInputError: names the first query and column that hold such an index.
     """
-    if indices.numel() == 0:
-        return
-    wrong = (indices < -1) | (indices >= entries)
-    if bool(wrong.any()):
-        row, column = (int(i) for i in wrong.nonzero()[0])
-        raise invalid(
-            op,
-            f"indices[{row}, {column}]",
-            f"-1 or a row of kv below {entries}",
-            int(indices[row, column]),
-            "Positions inside a request need that request's first row added",
-        )
+    hint = "Positions inside a request need that request's first row added"
+    what = f"-1 or a row of kv below {entries}"
+    check_range(op, "indices", indices, -1, entries, what, hint)
 
 
 def _check(

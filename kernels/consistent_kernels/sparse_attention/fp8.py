@@ -6,6 +6,7 @@ import torch
 
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.index_range import check_range
 from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, workspace_indices
 from consistent_kernels.kv_cache_fp8.reference import dequantize_kv_ref, read_slots_ref
 from consistent_kernels.sparse_attention.reference import padded_indices, sparse_attention_ref
@@ -15,6 +16,7 @@ Cache = tuple[torch.Tensor, torch.Tensor]
 """(pages [blocks, block_size, bytes] uint8, slots [T, K] int32)."""
 
 _VALUE_WIDTH = 512
+_NO_LIMIT = 1 << 62
 _LAYOUTS = {layout.width: layout for layout in (V32, V4)}
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
@@ -37,7 +39,9 @@ def read_slots_fp8(cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout) -
     Returns:
         [*slots.shape, width] bf16; plain PyTorch on any device, no bits depend on it.
     """
-    flat = slots.reshape(-1)
+    flat, slot_count = slots.reshape(-1), cache.shape[0] * cache.shape[1]
+    if cache.device.type == "cpu":
+        check_range("read_slots_fp8", "slots", flat, -_NO_LIMIT, slot_count, f"below {slot_count}")
     out = torch.zeros((flat.numel(), layout.width), dtype=torch.bfloat16, device=cache.device)
     known = flat >= 0
     values, scale, rope = read_slots_ref(cache, flat[known].long(), layout)
@@ -64,6 +68,10 @@ def _sparse_attention_fp8(
         return sparse_attention_fp8_fwd(q, (cache, slots), extra, sinks, scale, _VALUE_WIDTH)
     layout = _LAYOUTS[q.shape[2]]
     parts = [(cache, slots)] + ([] if extra_cache is None else [(extra_cache, extra_slots)])
+    for name, (pages, columns) in zip(("slots", "slots of extra"), parts, strict=False):
+        count_of = pages.shape[0] * pages.shape[1]
+        what = f"-1 or a slot below {count_of}"
+        check_range("sparse_attention_fp8", name, columns, -1, count_of, what)
     padded = [(pages, padded_indices(columns, ENTRY_TILE)) for pages, columns in parts]
     rows = torch.cat([read_slots_fp8(pages, columns, layout) for pages, columns in padded], dim=1)
     indices = workspace_indices(torch.cat([columns for _, columns in padded], dim=1))
@@ -135,7 +143,7 @@ def sparse_attention_fp8(
         (out [T, H, 512] bf16, lse [T, H] fp32), as `sparse_attention`.
 
     Raises:
-        InvalidInputError: shape, dtype or device.
+        InvalidInputError: shape, dtype or device; with "reference" also a slot out of range.
         UnsupportedError: unknown impl, or a shape that it does not serve.
     """
     op = "sparse_attention_fp8"

@@ -47,6 +47,8 @@ def window_and_selected(
     tokens = positions.shape[0]
     _check(op, "positions", positions, (tokens,))
     _check(op, "window_base", window_base, (tokens,))
+    if window < 1:
+        raise invalid(op, "window", "at least 1: the query's own position", window)
     if (selected is None) != (selected_base is None):
         raise invalid(op, "selected_base", "given together with selected", "only one of them")
     column = torch.arange(window, device=positions.device)

@@ -39,6 +39,8 @@ def padded_indices(indices: torch.Tensor, multiple: int) -> torch.Tensor:
 def gather_entries(kv: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (entries [n, K, D] fp32 with zeros where an index is -1, valid [n, K])."""
     valid = indices >= 0
+    if len(kv) == 0:  # then every index is -1
+        kv = kv.new_zeros((1, kv.shape[1]))
     rows = indices.clamp_min(0).reshape(-1).long()
     entries = kv.index_select(0, rows).float().view(*indices.shape, kv.shape[1])
     return entries.masked_fill_(~valid.unsqueeze(-1), 0.0), valid

@@ -126,12 +126,14 @@ def sparse_topk(
         if border.device != scores.device:
             raise invalid(op, name, f"on {scores.device}", border.device)
     if tickets is not None and (
-        tickets.dim() != 2 or tickets.shape[0] < rows or tickets.dtype != torch.int32
+        tickets.dim() != 2
+        or tickets.shape[0] < rows
+        or tickets.dtype != torch.int32
+        or tickets.device != scores.device
     ):
-        given = f"{tickets.dtype} of shape {tuple(tickets.shape)}"
-        raise invalid(
-            op, "tickets", f"int32 with at least {rows} rows", given, "Use sparse_topk_tickets"
-        )
+        given = f"{tickets.dtype} of shape {tuple(tickets.shape)} on {tickets.device}"
+        expected = f"int32 with at least {rows} rows on {scores.device}"
+        raise invalid(op, "tickets", expected, given, "Use sparse_topk_tickets")
     if tickets is None:
         return torch.ops.consistent_kernels.sparse_topk(scores, starts, ends, k, impl)
     return torch.ops.consistent_kernels.sparse_topk_with_tickets(

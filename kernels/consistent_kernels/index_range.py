@@ -24,7 +24,8 @@ def check_range(
     """
     if index.numel() == 0:
         return
-    wrong = (index < low) | (index >= bound)
+    wide = index.long()  # a bound may not fit into int32
+    wrong = (wide < low) | (wide >= bound)
     if bool(wrong.any()):
         place = [int(i) for i in wrong.nonzero()[0]]
         expected = what or f"from {low} to {bound - 1}"

@@ -105,9 +105,13 @@ class BlockCase:
         """Return hidden states with hazards, of unit scale."""
         return hazard_activations((tokens, self.params.hidden), seed=seed, device=self.device)
 
-    def engine(self, lengths: list[int]) -> PagedEngine:
-        """Return the engine's form with room for requests of these lengths."""
-        return PagedEngine(self, lengths)
+    def engine(self, lengths: list[int], queries: int = 256) -> PagedEngine:
+        """Return the engine's form with room for requests of these lengths.
+
+        Args:
+            queries: whose entries its workspace holds at a time.
+        """
+        return PagedEngine(self, lengths, queries)
 
 
 @dataclasses.dataclass
@@ -131,7 +135,7 @@ class StaticBatch:
 class PagedEngine:
     """The engine's form: shuffled pages among poisoned ones, steps of any tokens, padded rows."""
 
-    def __init__(self, case: BlockCase, lengths: list[int]) -> None:
+    def __init__(self, case: BlockCase, lengths: list[int], queries: int) -> None:
         pages = max(lengths) // BLOCK_SIZE + 1
         count = pages * len(lengths) + 3
         order = torch.randperm(count, generator=torch.Generator().manual_seed(7))
@@ -141,18 +145,21 @@ class PagedEngine:
         kind = PagedV32Attention if case.name == "v32" else PagedV4Attention
         self.block = kind(
             case.params, case.weights, programs=case.programs, blocks=count,
-            block_size=BLOCK_SIZE, device=case.device,
+            block_size=BLOCK_SIZE, device=case.device, max_seq_len=self.max_seq_len,
+            queries=queries,
         )  # fmt: skip
         self._poison()
 
     def _poison(self) -> None:
-        """Every byte of FP8 caches is NaN in e4m3, in bf16 and as a scale; states are NaN."""
+        """Every byte of FP8 caches is NaN in e4m3, in bf16 and as a scale; all else is NaN."""
         for value in vars(self.block).values():
             if isinstance(value, torch.Tensor):
                 value.fill_(0xFF)
             elif hasattr(value, "state"):
                 value.state.fill_(float("nan"))
                 value.cache.fill_(0xFF)
+            elif hasattr(value, "bounds"):
+                value.rows.fill_(float("nan"))
 
     def step(
         self, hidden: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, padding: int

@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from consistent_kernels.errors import invalid
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedBatch:
@@ -27,6 +29,26 @@ class PagedBatch:
     block_table: torch.Tensor
     block_size: int
     max_seq_len: int
+
+    def require_within(self, op: str, hidden: torch.Tensor, max_seq_len: int) -> None:
+        """Refuse what a block cannot take; integers' values are not looked at.
+
+        Args:
+            op: the block's name.
+            hidden: [T, hidden], of the same tokens.
+            max_seq_len: what the block was made for.
+
+        Raises:
+            InvalidInputError: another number of rows, no integers, or a longer bound.
+        """
+        tokens = hidden.shape[:1]
+        for name in ("positions", "requests", "slots"):
+            value = getattr(self, name)
+            if value.shape != tokens or value.dtype not in (torch.int32, torch.int64):
+                given = f"{value.dtype} of shape {tuple(value.shape)}"
+                raise invalid(op, name, f"int32 or int64 of shape {tuple(tokens)}", given)
+        if self.max_seq_len > max_seq_len:
+            raise invalid(op, "max_seq_len", f"at most {max_seq_len}", self.max_seq_len)
 
     def physical(self, places: torch.Tensor) -> torch.Tensor:
         """Return the slots [T, K] int32 of places [T, K] of each token's request; -1 stays -1."""

@@ -127,6 +127,10 @@ class V4Parameters:
         """Of the indexer's keys."""
         return CompressorParameters(self.ratio, self.ratio == 4, INDEX_DIM, self.norm_eps)
 
+    def most_entries(self, max_seq_len: int) -> int:
+        """Return how many compressed entries a query names at most (ratio 4 or 128)."""
+        return self.topk if self.has_indexer else max(1, max_seq_len // self.ratio)
+
     @property
     def has_indexer(self) -> bool:
         """Whether entries are selected (ratio 4)."""

@@ -20,11 +20,11 @@ from consistent_kernels.blocks.parameters import (
     V32Parameters,
     v32_weight_shapes,
 )
+from consistent_kernels.blocks.workspace import EntryWorkspace
 from consistent_kernels.indexer import indexer_scores_paged, quantize_indexer_q
 from consistent_kernels.kv_cache_fp8 import (
     INDEXER,
     V32,
-    gather_kv_fp8,
     new_cache,
     write_kv_fp8,
 )
@@ -111,15 +111,20 @@ class PagedV32Attention:
         *,
         programs: BlockPrograms,
         blocks: int,
+        max_seq_len: int,
         block_size: int = 64,
+        queries: int = 256,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the caches.
+        """Allocate the caches and the workspace.
 
         Args:
             weights: by the names of `v32_weight_shapes`, on `device`.
             programs: the implementation of each op.
             blocks, block_size: pages of the caches and tokens of a page.
+            max_seq_len: longest context of any batch.
+            queries: whose entries the workspace holds at a time; a step of more goes in pieces,
+                which moves no bit. Not used where attention reads the pages ("fp8").
 
         Raises:
             InvalidInputError: a weight is missing, unknown or misshapen.
@@ -127,6 +132,10 @@ class PagedV32Attention:
         check_weights("PagedV32Attention", weights, v32_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)
+        self.max_seq_len = max_seq_len
+        self.workspace = None
+        if programs.read == "workspace":
+            self.workspace = EntryWorkspace(V32, queries, params.topk, device)
         self.cache = new_cache(blocks, block_size, V32, device)
         self.index_cache = new_cache(blocks, block_size, INDEXER, device)
 
@@ -139,7 +148,11 @@ class PagedV32Attention:
 
         Returns:
             [T, hidden] bf16; a padded row holds anything.
+
+        Raises:
+            InvalidInputError: the batch allows longer contexts than the block was made for.
         """
+        batch.require_within("PagedV32Attention", hidden, self.max_seq_len)
         params, other = self.params, self.ops.programs.other
         projected = project(self.ops, params, hidden, batch.positions)
         index = project_index(self.ops, params, hidden, projected.compressed_q, batch.positions)
@@ -162,10 +175,10 @@ class PagedV32Attention:
         if self.ops.programs.read == "fp8":
             slots = batch.physical(selected)
             return self.ops.sparse_attention_fp8(query, self.cache, slots, scale)
-        indices = torch.empty_like(selected)
-        workspace = gather_kv_fp8(
-            self.cache, selected, batch.requests, layout=V32, impl=self.ops.programs.other,
-            block_table=batch.block_table, indices=indices,
-        )  # fmt: skip
-        rows = workspace.view(-1, V32.width)
-        return self.ops.sparse_attention(query, rows, indices, scale, LATENT)
+        outs = []
+        for piece in self.workspace.pieces(len(query)):
+            rows, indices = self.workspace.gather(
+                [(self.cache, selected)], piece, batch, self.ops.programs.other
+            )
+            outs.append(self.ops.sparse_attention(query[piece], rows, indices, scale, LATENT))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -21,6 +21,7 @@ from consistent_kernels.blocks.parameters import (
     V4Parameters,
     v4_weight_shapes,
 )
+from consistent_kernels.blocks.workspace import EntryWorkspace
 from consistent_kernels.compressor import (
     CompressorParameters,
     paged_windows,
@@ -31,7 +32,6 @@ from consistent_kernels.kv_cache_fp8 import (
     INDEXER,
     V4,
     KVLayout,
-    gather_kv_fp8,
     new_cache,
     write_kv_fp8,
 )
@@ -147,14 +147,24 @@ class PagedV4Attention:
         *,
         programs: BlockPrograms,
         blocks: int,
+        max_seq_len: int,
         block_size: int = 64,
+        queries: int = 256,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the caches; arguments as in `PagedV32Attention`, names `v4_weight_shapes`."""
+        """Allocate caches and workspace; arguments as in `PagedV32Attention`.
+
+        Weights are by the names of `v4_weight_shapes`.
+        """
         check_weights("PagedV4Attention", weights, v4_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)
         self.cache = new_cache(blocks, block_size, V4, device)
+        self.max_seq_len = max_seq_len
+        self.workspace = None
+        if programs.read == "workspace":
+            entries = params.window + (params.most_entries(max_seq_len) if params.ratio > 1 else 0)
+            self.workspace = EntryWorkspace(V4, queries, entries, device)
         pages = (blocks, block_size, device)
         self.entries = self.index = None
         if params.ratio > 1:
@@ -166,6 +176,7 @@ class PagedV4Attention:
 
     def forward(self, hidden: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Store the tokens and attend; see `PagedV32Attention.forward`."""
+        batch.require_within("PagedV4Attention", hidden, self.max_seq_len)
         ops, params, other = self.ops, self.params, self.ops.programs.other
         projected = project(ops, params, hidden, batch.positions)
         write_kv_fp8(projected.entry, self.cache, batch.slots, layout=V4, impl=other)
@@ -193,21 +204,15 @@ class PagedV4Attention:
         sources = [(self.cache, window)]
         if self.entries is not None and selected is not None:
             sources.append((self.entries.cache, selected))
-        columns = sum(places.shape[1] for _, places in sources)
-        shape, device = (window.shape[0], columns), query.device
-        indices = torch.empty(shape, dtype=torch.int32, device=device)
-        rows = torch.empty((indices.numel(), LATENT), dtype=torch.bfloat16, device=device)
-        first_row = first_column = 0
-        for cache, places in sources:
-            end_row, end_column = first_row + places.numel(), first_column + places.shape[1]
-            gather_kv_fp8(
-                cache, places, batch.requests, layout=V4, impl=self.ops.programs.other,
-                block_table=batch.block_table,
-                out=rows[first_row:end_row].view(*places.shape, LATENT),
-                indices=indices[:, first_column:end_column], first_row=first_row,
-            )  # fmt: skip
-            first_row, first_column = end_row, end_column
-        return self.ops.sparse_attention(query, rows, indices, self.params.scale, LATENT, "sinks")
+        outs = []
+        for piece in self.workspace.pieces(len(query)):
+            rows, indices = self.workspace.gather(sources, piece, batch, self.ops.programs.other)
+            outs.append(
+                self.ops.sparse_attention(
+                    query[piece], rows, indices, self.params.scale, LATENT, "sinks"
+                )
+            )
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_fp8(
         self,

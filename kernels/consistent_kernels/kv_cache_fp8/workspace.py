@@ -25,14 +25,14 @@ class WorkspaceBounds:
         selected_queries: most queries whose entries are gathered one by one (max_num_seqs).
         k: entries a query.
         context_positions: longest context that is dequantized whole (max_model_len, or its
-            compressed length).
+            compressed length); 0 where entries are always gathered query by query.
         contexts: how many such contexts at a time.
     """
 
     layout: KVLayout
     selected_queries: int
     k: int
-    context_positions: int
+    context_positions: int = 0
     contexts: int = 1
 
     @property

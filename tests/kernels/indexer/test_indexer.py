@@ -215,7 +215,9 @@ def test_indexer_scores_reject_bad_inputs() -> None:
         indexer_scores(
             batch.q, batch.weights, batch.k, batch.k_scale[:3], *args[2:], impl="reference"
         )
-    with pytest.raises(InvalidInputError, match="starts, ends must be within 0 to 20, got 0 to 21"):
+    with pytest.raises(
+        InvalidInputError, match="starts, ends must be 0 <= start <= end <= 20, got 0, 21"
+    ):
         indexer_scores(batch.q, batch.weights, *args[:3], batch.ends + 1, impl="reference")
     with pytest.raises(InvalidInputError, match="heads must be a power of two from 16"):
         indexer_scores(batch.q[:, :12], batch.weights[:, :12], *args, impl="triton")

@@ -91,6 +91,47 @@ def test_block_packing_moves_no_bit(selecting: BlockCase, device: str) -> None:
     assert int(sequences.cu_seqlens[-1]) == sum(lengths)
 
 
+def test_block_workspace_is_sized_once(case: BlockCase, device: str) -> None:
+    """A step of more queries than the workspace holds goes in pieces: the same bits and storage."""
+    lengths = [40, 3, 9]
+    hidden = case.hidden(sum(lengths), seed=8)
+    expected, sequences = trained(case, lengths, hidden)
+    engine = case.engine(lengths, queries=5)
+    workspace, seen = engine.block.workspace, []
+    if case.programs.read == "fp8":
+        assert workspace is None
+    else:
+        before = workspace.rows.data_ptr()
+        bounds = workspace.bounds
+        assert workspace.rows.nbytes == 5 * bounds.k * bounds.layout.width * 2
+        attend = engine.block.ops.sparse_attention
+
+        def watched(q: torch.Tensor, rows: torch.Tensor, *rest: object) -> torch.Tensor:
+            seen.append((rows.data_ptr(), len(q)))
+            return attend(q, rows, *rest)
+
+        engine.block.ops.sparse_attention = watched
+    plan = chunked(lengths, (2, 11, 16)) if device == "cpu" else prefill_then_decode(lengths, 2)
+    assert_bitwise_equal(engine.run(hidden, sequences, plan, padding=1), expected)
+    if workspace is not None:
+        assert {place for place, _ in seen} == {before}
+        assert max(count for _, count in seen) == 5
+        assert len(seen) > len(plan)
+
+
+def test_block_rejects_a_batch_beyond_its_bounds() -> None:
+    case = BlockCase.make("v4-hca", "cpu")
+    engine = case.engine([20])
+    batch = engine.static_batch(2).batch
+    hidden = case.hidden(2)
+    with pytest.raises(InvalidInputError, match="PagedV4Attention: max_seq_len must be at most 20"):
+        engine.block.forward(hidden, dataclasses.replace(batch, max_seq_len=21))
+    with pytest.raises(InvalidInputError, match=r"requests must be int32 or int64 of shape \(2,\)"):
+        engine.block.forward(hidden, dataclasses.replace(batch, requests=batch.requests[:1]))
+    with pytest.raises(InvalidInputError, match="slots must be int32 or int64 of shape"):
+        engine.block.forward(hidden, dataclasses.replace(batch, slots=batch.slots.float()))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize("name", BLOCKS)

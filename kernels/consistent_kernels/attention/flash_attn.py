@@ -14,8 +14,9 @@ long as every phase runs tiles of one width. Three things choose another width, 
   pages hold 16, 32 or 64 keys.
 
 Contexts of up to `key_split` keys are one call. Longer ones are cut at multiples of it, counted
-from position 0: decode runs all splits of all requests as sequences of one call, prefill runs one
-call a split for the queries inside it and one for those behind. `flash_attn_merge.py` merges.
+from position 0: decode runs all splits of all requests as sequences of one call; so does prefill
+for the queries inside a split, with one more call a split for those behind it.
+`flash_attn_merge.py` merges.
 
 Source: vllm/vllm_flash_attn/flash_attn_interface.py (0.25.1); tiles: vllm-project/flash-attention,
 hopper/{heuristics.h, tile_size.h, tile_scheduler.hpp}; Shah et al., arXiv 2407.08608.
@@ -32,7 +33,7 @@ from consistent_kernels.attention.flash_attn_merge import (
     decode_splits,
     merge_decode,
     merge_prefill,
-    prefill_ranges,
+    prefill_splits,
 )
 from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.spec import (
@@ -189,38 +190,32 @@ def _prefill(
     splits: int,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any number of queries: for each split the queries inside it, then those behind it."""
+    """Any number of queries: one call for those inside a split, one a split for those behind it."""
     tokens, heads, _ = q.shape
-    partial = q.new_empty((splits, *q.shape))
-    lse = q.new_empty((2, splits, heads, tokens), dtype=torch.float32)
-    ranges = prefill_ranges(keys.lens, keys.starts, cu_q, splits, params.key_split)
-    size = params.key_split
-    for split in range(splits):
+    before = splits - 1
+    partial = q.new_empty((before, *q.shape))
+    lse = q.new_empty((before, heads, tokens), dtype=torch.float32)
+    parts = prefill_splits(keys.lens, keys.starts, keys.table, cu_q, splits, params, keys.k)
+    inside = Keys(keys.k, keys.v, parts.lens, parts.starts, parts.table)
+    most = min(max_query_len, params.key_split)
+    own = _forward(q, inside, params, parts.rows, most, used_q=parts.used_q)
+    for split in range(before):
         table = None
         if keys.table is not None:
-            table = keys.table[:, split * size // keys.k.shape[1] :]
-        for behind in range(2):
-            if behind and split == splits - 1:
-                continue
-            part = Keys(
-                keys.k,
-                keys.v,
-                ranges.lens[behind, split],
-                None if keys.starts is None else ranges.starts[split],
-                table,
-            )
-            _, found = _forward(
-                q,
-                part,
-                params,
-                ranges.rows[behind, split],
-                max_query_len,
-                used_q=ranges.used_q[behind, split],
-                out=partial[split],
-                sees_all=bool(behind),
-            )
-            lse[behind, split].copy_(found)
-    return merge_prefill(q, partial, lse, keys.lens, cu_q, params, out)
+            table = keys.table[:, split * params.key_split // keys.k.shape[1] :]
+        starts = None if parts.behind_starts is None else parts.behind_starts[split]
+        _, found = _forward(
+            q,
+            Keys(keys.k, keys.v, parts.behind_lens[split], starts, table),
+            params,
+            parts.behind_rows[split],
+            max_query_len,
+            used_q=parts.behind_used_q[split],
+            out=partial[split],
+            sees_all=True,
+        )
+        lse[split].copy_(found)
+    return merge_prefill(q, own, partial, lse, keys.lens, cu_q, params, out)
 
 
 def attention_varlen_fwd(

@@ -15,6 +15,8 @@ from consistent_kernels.attention.parameters import AttentionParameters
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 _NUM_WARPS = 4
+_MERGED_HEADS = 8
+"""Heads of a row that one program of a prefill's merge takes; moves no bit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,51 +149,147 @@ def _decode_splits_kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillRanges:
-    """For each split the queries inside it ([0]) and behind it ([1]).
+class PrefillSplits:
+    """The queries inside each split, as sequences, and those behind it.
 
     Attributes:
-        rows: [2, splits, B + 1] int32 first query rows.
-        used_q: [2, splits, B] int32 queries.
-        lens: [2, splits, B] int32 keys that the last of them sees in the split.
-        starts: [splits, B + 1] int32 first key rows (packed), or None.
+        rows: [B * splits + 1] int32 first query rows of (request, split), request-major; used_q,
+            lens: [B * splits] int32 queries inside the split, and keys that the last of them sees
+            there; starts: [B * splits + 1] int32 first key rows (packed), or None; table:
+            [B * splits, blocks of a split] int32 (pages), or None.
+        behind_rows: [splits - 1, B + 1] int32 first query rows behind each split but the last;
+            behind_used_q, behind_lens: [splits - 1, B] int32 queries, and keys: all of the split;
+            behind_starts: [splits - 1, B + 1] int32 (packed), or None.
     """
 
     rows: torch.Tensor
     used_q: torch.Tensor
     lens: torch.Tensor
     starts: torch.Tensor | None
+    table: torch.Tensor | None
+    behind_rows: torch.Tensor
+    behind_used_q: torch.Tensor
+    behind_lens: torch.Tensor
+    behind_starts: torch.Tensor | None
 
 
-def prefill_ranges(
+def prefill_splits(
     lens: torch.Tensor,
     starts: torch.Tensor | None,
+    table: torch.Tensor | None,
     cu_q: torch.Tensor,
     splits: int,
-    size: int,
-) -> PrefillRanges:
-    """Return the query and key ranges of each split of `size` keys."""
-    begin = torch.arange(splits, device=lens.device, dtype=torch.int32)[:, None] * size
-    queries = cu_q[1:] - cu_q[:-1]
-    # A padded request has queries and no keys; it takes part in no split.
-    queries = torch.where(lens > 0, queries, 0)
-    position = lens - queries
-    low = (begin - position).clamp(min=0).minimum(queries)
-    high = (begin + size - position).clamp(min=0).minimum(queries)
-    inside, behind = high - low, queries - high
-    keys_inside = torch.where(inside > 0, position + high - begin, 0)
-    keys_behind = torch.where(behind > 0, size, 0).expand_as(keys_inside)
-    first = torch.stack((low, high)) + cu_q[:-1]
-    rows = torch.nn.functional.pad(first, (0, 1))
-    key_rows = None
-    if starts is not None:
-        key_rows = torch.nn.functional.pad(starts[:-1] + begin, (0, 1))
-    return PrefillRanges(
-        rows.to(torch.int32),
-        torch.stack((inside, behind)).to(torch.int32),
-        torch.stack((keys_inside, keys_behind)).to(torch.int32),
-        key_rows,
+    params: AttentionParameters,
+    k: torch.Tensor,
+) -> PrefillSplits:
+    """Return the sequences of a prefill of two or more splits, in one launch."""
+    batch = lens.shape[0]
+    count = batch * splits
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=lens.device)
+
+    rows, used_q, keys, first = empty(count + 1), empty(count), empty(count), empty(count + 1)
+    behind = [empty(splits - 1, batch + extra) for extra in (1, 0, 0, 1)]
+    blocks, in_split = lens, 1
+    if table is not None:
+        in_split = params.key_split // k.shape[1]
+        blocks = empty(count, in_split)
+    _prefill_splits_kernel[(count,)](
+        lens,
+        cu_q,
+        lens if starts is None else starts,
+        lens if table is None else table,
+        rows,
+        used_q,
+        keys,
+        first,
+        blocks,
+        *behind,
+        0 if table is None else table.stride(0),
+        0 if table is None else table.shape[1],
+        batch,
+        splits,
+        SPLIT=params.key_split,
+        IN_SPLIT=in_split,
+        IN_BLOCK=triton.next_power_of_2(in_split),
+        PAGED=table is not None,
+        num_warps=_NUM_WARPS,
     )
+    behind_rows, behind_used_q, behind_keys, behind_first = behind
+    packed = table is None
+    return PrefillSplits(
+        rows, used_q, keys, first if packed else None, None if packed else blocks,
+        behind_rows, behind_used_q, behind_keys, behind_first if packed else None,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_width", "batch", "splits"],
+    do_not_specialize_on_alignment=["lens_ptr", "cu_q_ptr", "starts_ptr", "table_ptr"],
+)
+def _prefill_splits_kernel(
+    lens_ptr,  # [B] int32
+    cu_q_ptr,  # [B + 1] int32
+    starts_ptr,  # [B + 1] int32 or unused
+    table_ptr,  # [B, table_width] int32, row stride table_stride, or unused
+    rows_ptr,  # [B * splits + 1] int32
+    used_q_ptr,  # [B * splits] int32
+    keys_ptr,  # [B * splits] int32
+    first_ptr,  # [B * splits + 1] int32 or unused
+    blocks_ptr,  # [B * splits, IN_SPLIT] int32 or unused
+    behind_rows_ptr,  # [splits - 1, B + 1] int32
+    behind_used_q_ptr,  # [splits - 1, B] int32
+    behind_keys_ptr,  # [splits - 1, B] int32
+    behind_first_ptr,  # [splits - 1, B + 1] int32 or unused
+    table_stride,
+    table_width,
+    batch,
+    splits,
+    SPLIT: tl.constexpr,
+    IN_SPLIT: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    at = tl.program_id(0)
+    request, split = at // splits, at % splits
+    row = tl.load(cu_q_ptr + request)
+    keys = tl.load(lens_ptr + request)
+    # A padded request has queries and no keys; it takes part in no split.
+    queries = tl.where(keys > 0, tl.load(cu_q_ptr + request + 1) - row, 0)
+    position = keys - queries
+    low = tl.minimum(tl.maximum(split * SPLIT - position, 0), queries)
+    high = tl.minimum(tl.maximum((split + 1) * SPLIT - position, 0), queries)
+    inside, behind = high - low, queries - high
+    tl.store(rows_ptr + at, row + low)
+    tl.store(used_q_ptr + at, inside)
+    tl.store(keys_ptr + at, tl.where(inside > 0, position + high - split * SPLIT, 0))
+    last = at == tl.num_programs(0) - 1
+    if last:  # only the number of sequences is read off the last border
+        tl.store(rows_ptr + at + 1, 0)
+    key_row = 0
+    if not PAGED:
+        key_row = tl.load(starts_ptr + request) + split * SPLIT
+        tl.store(first_ptr + at, key_row)
+        if last:
+            tl.store(first_ptr + at + 1, 0)
+    if split < splits - 1:
+        tl.store(behind_rows_ptr + split * (batch + 1) + request, row + high)
+        tl.store(behind_used_q_ptr + split * batch + request, behind)
+        tl.store(behind_keys_ptr + split * batch + request, tl.where(behind > 0, SPLIT, 0))
+        if not PAGED:
+            tl.store(behind_first_ptr + split * (batch + 1) + request, key_row)
+        if request == batch - 1:
+            tl.store(behind_rows_ptr + split * (batch + 1) + batch, 0)
+            if not PAGED:
+                tl.store(behind_first_ptr + split * (batch + 1) + batch, 0)
+    if PAGED and inside > 0:
+        page = tl.arange(0, IN_BLOCK)
+        source = split * IN_SPLIT + page
+        there = (page < IN_SPLIT) & (source < table_width)
+        table_row = table_ptr + request.to(tl.int64) * table_stride
+        block = tl.load(table_row + source, mask=there, other=0)
+        tl.store(blocks_ptr + at.to(tl.int64) * IN_SPLIT + page, block, mask=page < IN_SPLIT)
 
 
 @triton.jit
@@ -250,26 +348,38 @@ def _merge_decode_kernel(
         _write(out_ptr, lse_ptr, at, lse_at, columns, inside, m, total, acc, BLOCK_D)
 
 
+@triton.jit
+def _add_parts(m, total, acc, part_m, part):
+    """`_add_part` of several heads: m, total, part_m [heads], acc, part [heads, D]."""
+    m_new = tl.maximum(m, part_m)
+    ours, theirs = tl.exp(m - m_new), tl.exp(part_m - m_new)
+    return m_new, total * ours + theirs, acc * ours[:, None] + part * theirs[:, None]
+
+
 @triton.jit(
-    do_not_specialize=["batch", "splits", "tokens"],
+    do_not_specialize=["batch", "tokens"],
     do_not_specialize_on_alignment=["lens_ptr", "cu_q_ptr"],
 )
 def _merge_prefill_kernel(
     out_ptr,  # [T, Hq, D] contiguous
     lse_ptr,  # [Hq, T] fp32
-    part_ptr,  # [splits, T, Hq, D]
-    part_lse_ptr,  # [2, splits, Hq, T] fp32
+    own_ptr,  # [T, Hq, D], of the split that holds the query's own key
+    own_lse_ptr,  # [Hq, T] fp32
+    part_ptr,  # [splits - 1, T, Hq, D], of the splits before it
+    part_lse_ptr,  # [splits - 1, Hq, T] fp32
     lens_ptr,  # [B] int32
     cu_q_ptr,  # [B + 1] int32
     batch,
-    splits,
     tokens,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    # Some heads of one row: a program for each head would mostly wait for the row's lengths.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     low, high = 0, batch
     while low < high:
         middle = (low + high + 1) // 2
@@ -279,23 +389,32 @@ def _merge_prefill_kernel(
             high = middle - 1
     if low < batch:
         columns = tl.arange(0, BLOCK_D)
-        inside = columns < HEAD_DIM
+        real = head < HEADS
+        inside = real[:, None] & (columns < HEAD_DIM)[None, :]
         keys = tl.load(lens_ptr + low)
         position = keys - (tl.load(cu_q_ptr + low + 1) - row)
         own = tl.where(keys > 0, position // SPLIT, -1)
-        m = tl.full([], LOWEST, tl.float32)
-        total = tl.full([], 0.0, tl.float32)
-        acc = tl.zeros((BLOCK_D,), tl.float32)
-        at = (row * HEADS + head) * HEAD_DIM
-        lse_at = head * tokens + row
+        m = tl.full((BLOCK_H,), LOWEST, tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        at = (row * HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
+        lse_at = head * tokens.to(tl.int64) + row
         plane = tokens.to(tl.int64) * HEADS
-        for split in range(own + 1):
-            behind = tl.where(split < own, splits, 0).to(tl.int64)
-            part_m = tl.load(part_lse_ptr + (behind + split) * plane + lse_at)
-            part_at = split.to(tl.int64) * plane * HEAD_DIM + at
-            value = tl.load(part_ptr + part_at + columns, mask=inside, other=0.0)
-            m, total, acc = _add_part(m, total, acc, part_m, value.to(tl.float32))
-        _write(out_ptr, lse_ptr, at, lse_at, columns, inside, m, total, acc, BLOCK_D)
+        # Additions are a chain in split order; the loads of a few splits are in flight.
+        for split in tl.range(0, own, loop_unroll_factor=2):
+            part_m = tl.load(part_lse_ptr + split * plane + lse_at, mask=real, other=0.0)
+            value = tl.load(part_ptr + split * plane * HEAD_DIM + at, mask=inside, other=0.0)
+            m, total, acc = _add_parts(m, total, acc, part_m, value.to(tl.float32))
+        if own >= 0:
+            part_m = tl.load(own_lse_ptr + lse_at, mask=real, other=0.0)
+            value = tl.load(own_ptr + at, mask=inside, other=0.0)
+            m, total, acc = _add_parts(m, total, acc, part_m, value.to(tl.float32))
+        safe = tl.where(total > 0, total, 1.0)
+        # + 0.0: as in `_write`.
+        out = tl.div_rn(acc, tl.zeros((BLOCK_H, BLOCK_D), tl.float32) + safe[:, None]) + 0.0
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+        lse = tl.where(total > 0, m + tl.log(safe), float("-inf"))
+        tl.store(lse_ptr + lse_at, lse, mask=real)
 
 
 def _outputs(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,6 +454,7 @@ def merge_decode(
 
 def merge_prefill(
     q: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor],
     partial: torch.Tensor,
     part_lse: torch.Tensor,
     lens: torch.Tensor,
@@ -342,10 +462,15 @@ def merge_prefill(
     params: AttentionParameters,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge [splits, T, Hq, D]; returns (out [T, Hq, D], lse [Hq, T])."""
+    """Merge each query's own split, ([T, Hq, D], [Hq, T]), with [splits - 1, T, Hq, D] before it.
+
+    Returns:
+        (out [T, Hq, D], lse [Hq, T]).
+    """
     out, lse = _outputs(q, out)
-    _merge_prefill_kernel[(q.shape[0], params.num_heads)](
-        out, lse, partial, part_lse, lens, cu_q, lens.shape[0], partial.shape[0], q.shape[0],
-        **_constants(params), num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    heads = min(_MERGED_HEADS, triton.next_power_of_2(params.num_heads))
+    _merge_prefill_kernel[(q.shape[0], triton.cdiv(params.num_heads, heads))](
+        out, lse, *own, partial, part_lse, lens, cu_q, lens.shape[0], q.shape[0],
+        **_constants(params), BLOCK_H=heads, num_warps=_NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse

@@ -79,7 +79,7 @@ def _group(scores: torch.Tensor, shapes: list[Shape], kind: str) -> Group:
     rows, columns = scores.shape
     starts = torch.zeros(rows, dtype=torch.int32, device=scores.device)
     ends = torch.full_like(starts, columns)
-    chosen = row_shape(rows, columns)
+    chosen = row_shape(rows, columns, _K)
     tickets = sparse_topk_tickets(rows, scores.device)
 
     def call(shape: Shape | None) -> Callable[[], Any]:

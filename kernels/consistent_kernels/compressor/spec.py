@@ -22,8 +22,8 @@ SPEC = OpSpec(
     },
 )
 
-COLUMNS_PER_WARP = 128
-"""Triton: a warp's columns, four a thread, so that one thread holds all tokens of its columns.
+COLUMNS_PER_WARP = 64
+"""Triton: a warp's columns, two a thread, so that one thread holds all tokens of its columns.
 
 Warps side by side on other tokens send every level of the trees through shared memory: at 128
 columns on four warps the compiler put whole entries into local memory (4 KB a thread)."""

@@ -19,10 +19,8 @@ from consistent_kernels.sparse_topk.spec import (
     BLOCK_THREADS,
     BLOCKS,
     MANY_ROWS,
-    SHORT_COLUMNS,
-    SHORT_FEW_ROWS,
-    SHORT_MANY_ROWS,
     SHORT_PLACES,
+    SHORT_ROWS,
     VECTORS,
 )
 from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
@@ -43,13 +41,14 @@ class Shape(NamedTuple):
     """By `short.cu`."""
 
 
-def row_shape(rows: int, columns: int) -> Shape | None:
-    """Return the shape for rows of at most `columns` scores; None where no shape holds them.
+def row_shape(rows: int, columns: int, k: int) -> Shape | None:
+    """Return the shape for rows of at most `columns` scores; None where Triton's is faster.
 
     The fewer rows, the more blocks share one: as long as all rows are in work at once.
     """
-    if columns <= SHORT_COLUMNS:
-        return Shape(1, *(SHORT_FEW_ROWS if rows <= MANY_ROWS else SHORT_MANY_ROWS), short=True)
+    for held, few, many in SHORT_ROWS:
+        if columns <= held and k <= SHORT_PLACES:
+            return Shape(1, *(few if rows <= MANY_ROWS else many), short=True)
     threads = BLOCK_THREADS[-1]
     # A row's first vector begins at or before its start, so no row has more vectors than columns.
     needed = -(-columns // (4 * threads))
@@ -58,7 +57,11 @@ def row_shape(rows: int, columns: int) -> Shape | None:
         blocks *= 2
     each = -(-needed // blocks)
     vectors = next((count for count in VECTORS if count >= each), None)
-    return None if vectors is None else Shape(blocks, vectors, threads)
+    if vectors is None:
+        # Too long for registers: two blocks that read it anew in each pass beat Triton's programs
+        # (H200, 64 rows of 131,072: 45 against 60 us), one does not (256 rows: 129 against 115).
+        return Shape(blocks, 0, threads) if blocks == 2 else None
+    return Shape(blocks, vectors, threads)
 
 
 def sparse_topk_select(
@@ -87,7 +90,7 @@ def sparse_topk_select(
     if starts.dtype != ends.dtype:
         starts, ends = starts.long(), ends.long()
     starts, ends = starts.contiguous(), ends.contiguous()
-    shape = shape or row_shape(rows, columns)
+    shape = shape or row_shape(rows, columns, k)
     if shape is None:
         return sparse_topk_fwd(scores, starts, ends, k, tickets)
     held = 4 * shape.blocks * shape.vectors * shape.threads

@@ -53,12 +53,14 @@ BLOCKS = (1, 2, 4, 8)
 VECTORS = (1, 2, 4, 8)
 """CUDA: times four keys that a thread holds; longer rows are read anew in each pass."""
 
-SHORT_COLUMNS = 0
-"""CUDA: rows of at most so many columns are `short.cu`'s. 0: none, until a GPU has timed it."""
-
-SHORT_FEW_ROWS, SHORT_MANY_ROWS = (2, 512, 1), (2, 512, 2)
-"""CUDA, `short.cu`: vectors, threads and resident blocks, of at most MANY_ROWS rows and of more:
-two blocks of a multiprocessor have twice as many rows in work at once."""
+SHORT_ROWS = (
+    (4096, (2, 512, 1), (2, 512, 2)),
+    (8192, (4, 512, 1), (4, 512, 2)),
+)
+"""CUDA, `short.cu`: columns; vectors, threads and resident blocks of at most MANY_ROWS rows; those
+of more rows, of which two blocks of a multiprocessor have twice as many in work. Longer rows are
+`select.cu`'s.
+"""
 
 SHORT_VECTORS = (1, 2, 4)
 """CUDA, `short.cu`: times four scores that a thread holds."""

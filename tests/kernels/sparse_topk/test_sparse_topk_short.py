@@ -12,12 +12,12 @@ from topk_on_cpu import PACKAGE, build_for_cpu, run_on_cpu
 
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.nvrtc import compile_cuda
-from consistent_kernels.sparse_topk import cuda, sparse_topk
+from consistent_kernels.sparse_topk import sparse_topk
 from consistent_kernels.sparse_topk.cuda import Shape, row_shape, sparse_topk_select
 from consistent_kernels.sparse_topk.spec import (
-    SHORT_COLUMNS,
-    SHORT_FEW_ROWS,
-    SHORT_MANY_ROWS,
+    MANY_ROWS,
+    SHORT_PLACES,
+    SHORT_ROWS,
     SHORT_THREADS,
     SHORT_VECTORS,
 )
@@ -32,7 +32,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("vectors", "threads", "resident"), [SHORT_FEW_ROWS, SHORT_MANY_ROWS])
+@pytest.mark.parametrize(
+    ("vectors", "threads", "resident"), [shape for _, *shapes in SHORT_ROWS for shape in shapes]
+)
 def test_sparse_topk_short_compiles_by_nvrtc(
     arch: int, vectors: int, threads: int, resident: int
 ) -> None:
@@ -45,17 +47,19 @@ def test_sparse_topk_short_compiles_by_nvrtc(
     assert compile_cuda(PACKAGE, "short.cu", f"sm_{arch}", defines).startswith(b"\x7fELF")
 
 
-def test_sparse_topk_short_shapes_hold_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for vectors, threads, _ in (SHORT_FEW_ROWS, SHORT_MANY_ROWS):
-        assert vectors in SHORT_VECTORS
-        assert threads in SHORT_THREADS
-        assert 4 * vectors * threads >= max(SHORT_COLUMNS, 4096)
-    monkeypatch.setattr(cuda, "SHORT_COLUMNS", 4096)
-    assert row_shape(64, 4096) == Shape(1, *SHORT_FEW_ROWS, short=True)
-    assert row_shape(256, 300) == Shape(1, *SHORT_MANY_ROWS, short=True)
-    shape = row_shape(64, 4097)
-    assert shape is not None
-    assert not shape.short
+def test_sparse_topk_short_shapes_hold_short_rows() -> None:
+    for columns, *shapes in SHORT_ROWS:
+        for more, (vectors, threads, resident) in enumerate(shapes):
+            assert vectors in SHORT_VECTORS
+            assert threads in SHORT_THREADS
+            assert 4 * vectors * threads >= columns
+            expected = Shape(1, vectors, threads, resident, short=True)
+            assert row_shape(MANY_ROWS + more, columns, SHORT_PLACES) == expected
+    longest, *_ = SHORT_ROWS[-1]
+    for columns, k in ((longest + 1, 2048), (longest, SHORT_PLACES + 1)):
+        shape = row_shape(64, columns, k)
+        assert shape is not None
+        assert not shape.short
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +199,7 @@ def test_sparse_topk_short_does_not_follow_the_batch(rows: int) -> None:
     expected = sparse_topk(
         scores[:few].cpu(), *(border[:few] for border in bounds), 2048, impl="reference"
     ).cuda()
-    shape = Shape(1, *SHORT_MANY_ROWS, short=True)
+    shape = Shape(1, *SHORT_ROWS[0][2], short=True)
     got = sparse_topk_select(scores, *(border.cuda() for border in bounds), 2048, shape=shape)
     for first in range(0, rows - few + 1, 5):
         assert_bitwise_equal(got[first : first + few], expected)

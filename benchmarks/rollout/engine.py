@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,13 @@ from benchmarks.rollout.samples import Sample
 from benchmarks.rollout.works import DECODE, FIRST_TOKEN, PROFILE_TOKENS
 
 _TOP_KERNELS = 40
+_OF_THE_BENCHMARK = {
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONSISTENT",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NO_USAGE_STATS",
+}
+"""Set for every engine, by this benchmark."""
 _STEPS_IN_FLIGHT = 8
 """Asynchronous scheduling may still hold a step of requests that are finished."""
 
@@ -27,7 +35,17 @@ class Engine:
         from vllm import LLM  # noqa: F401
 
     def start(self, model: str, arguments: dict[str, Any], consistent: bool) -> dict[str, Any]:
-        """Start the engine; return seconds, contract (None for stock) and what runs the model."""
+        """Start the engine.
+
+        Returns:
+            Seconds, contract (None for stock), what runs the model, and the further VLLM_ variables
+            that this process was given.
+        """
+        environment = {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("VLLM_") and name not in _OF_THE_BENCHMARK
+        }
         begin = time.perf_counter()
         if consistent:
             from vllm_consistent.integrations.engine import ConsistentEngine
@@ -41,7 +59,12 @@ class Engine:
             self.llm = LLM(model=model, **arguments)
         seconds = time.perf_counter() - begin
         contract = self.ours.contract.to_dict() if self.ours else None
-        return {"seconds": seconds, "contract": contract, "report": self._report()}
+        return {
+            "seconds": seconds,
+            "contract": contract,
+            "report": self._report(),
+            "environment": environment,
+        }
 
     def _report(self) -> dict[str, Any] | None:
         return self.ours.consistency_report() if self.ours else None

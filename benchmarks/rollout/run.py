@@ -27,6 +27,7 @@ from benchmarks.rollout.session import (
     Result,
     engine_arguments,
 )
+from benchmarks.rollout.stock import startable
 from benchmarks.rollout.variants import STOCK, VARIANTS, Variant, variants
 from benchmarks.rollout.works import WORKS, Work, chosen, tiny
 from consistent_kernels.errors import ConfigurationError, ConsistencyError, invalid
@@ -147,7 +148,8 @@ def measure(
         sessions = []
         for index, seating in wave:
             runs[names[index]] = run = runs.get(names[index], 0) + 1
-            told = dataclasses.replace(options, variants=seating)
+            quantized = isinstance(shapes[names[index]], models.Fp8MoeShape)
+            told = dataclasses.replace(options, variants=startable(seating, quantized))
             name = names[index] if run == 1 else f"{names[index]}-{run}"
             sessions.append((index, ModelSession(parts[index], told, clock, name)))
         try:

@@ -432,6 +432,7 @@ class ModelSession:
             "mismatched_trainer": found.trainer,
             "stock_mismatched_tokens": control,
             "mean_logprob": found.mean_logprob,
+            "stock_environment": stock.started["environment"],
             "contract": (seat.started["report"] or {}).get("digest"),
             "runner": (seat.started["report"] or {}).get("runner"),
             "start_seconds": {

@@ -47,8 +47,7 @@ class AddRMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor) -> tuple[Any, ...]:
         total, weight = ctx.saved_tensors
-        grad_norm, grad_weight = rms_norm_bwd(
-            grad_y, total, weight.to(total.dtype), ctx.eps, impl=ctx.impl
+        grad_sum, grad_weight = rms_norm_bwd(
+            grad_y, total, weight.to(total.dtype), ctx.eps, impl=ctx.impl, grad_sum=grad_total
         )
-        grad_sum = (grad_norm.float() + grad_total.float()).to(total.dtype)
         return grad_sum, grad_sum, grad_weight.to(weight.dtype), None, None

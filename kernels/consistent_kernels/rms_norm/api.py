@@ -158,15 +158,32 @@ def add_rms_norm(
 
 
 def rms_norm_bwd(
-    grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: str
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    impl: str,
+    grad_sum: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `rms_norm`; both implementations use the PyTorch form, in fp32.
+    """Gradients of `rms_norm` in fp32, rounded once; "triton" in one launch.
 
     Args:
         grad_y, x: [..., H]; weight: [H].
+        grad_sum: [..., H], of the sum that `add_rms_norm` returns beside y; added to grad_x before
+            the rounding.
 
     Returns:
         (grad_x [..., H] in the dtype of x, grad_weight [H] fp32).
     """
     _validate("rms_norm_bwd", x, weight, impl)
-    return rms_norm_bwd_ref(grad_y, x, weight, eps)
+    for name, grad in (("grad_y", grad_y), ("grad_sum", grad_sum)):
+        if grad is not None and grad.shape != x.shape:
+            raise invalid("rms_norm_bwd", name, f"of shape {tuple(x.shape)}", tuple(grad.shape))
+    if impl == "triton":
+        from consistent_kernels.rms_norm import triton_bwd
+
+        rows = None if grad_sum is None else _rows(grad_sum)
+        grad_x, grad_weight = triton_bwd.rms_norm_bwd(_rows(grad_y), _rows(x), weight, eps, rows)
+        return grad_x.view(x.shape), grad_weight
+    return rms_norm_bwd_ref(grad_y, x, weight, eps, grad_sum)

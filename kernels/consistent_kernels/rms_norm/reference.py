@@ -49,15 +49,20 @@ def add_rms_norm_ref(
 
 
 def rms_norm_bwd_ref(
-    grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    grad_sum: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rms_norm, in fp32.
 
     With n = x * rstd and h = grad_y * w:
-    grad_x = rstd * (h - n * mean(h * n)); grad_weight = sum over rows of grad_y * n.
+    grad_x = rstd * (h - n * mean(h * n)) + grad_sum; grad_weight = sum over rows of grad_y * n.
 
     Args:
         grad_y: [..., H]; x: [..., H]; weight: [H].
+        grad_sum: [..., H], the gradient that reaches x past the norm, or None.
 
     Returns:
         (grad_x [..., H] in the dtype of x, grad_weight [H] fp32).
@@ -67,6 +72,9 @@ def rms_norm_bwd_ref(
     normalized = x32 * rstd
     weighted = g32 * weight.float()
     dot = (weighted * normalized).mean(-1, keepdim=True)
-    grad_x = (rstd * (weighted - normalized * dot)).to(x.dtype)
+    grad_x = rstd * (weighted - normalized * dot)
+    if grad_sum is not None:
+        grad_x = grad_x + grad_sum.float()
+    grad_x = grad_x.to(x.dtype)
     grad_weight = (g32 * normalized).reshape(-1, x.shape[-1]).sum(0)
     return grad_x, grad_weight

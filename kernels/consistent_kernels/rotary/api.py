@@ -228,4 +228,8 @@ def rotary_bwd(
     """
     _validate("rotary_bwd", positions, grad_q, grad_k, rope, impl)
     cos, sin = rope_tables(rope, grad_q.device)
+    if impl == "triton":
+        from consistent_kernels.rotary.triton import rotary_fwd
+
+        return rotary_fwd(positions, grad_q, grad_k, cos, -sin)
     return rotary_ref(positions, grad_q, grad_k, cos, -sin)

@@ -76,7 +76,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str) -> torch.Te
 def silu_and_mul_bwd(
     grad_y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `silu_and_mul`; both implementations use the PyTorch form, in fp32.
+    """Gradients of `silu_and_mul` in fp32, rounded once; "triton" in one launch.
 
     Args:
         grad_y, gate, up: [T, I].
@@ -85,4 +85,8 @@ def silu_and_mul_bwd(
         (grad_gate, grad_up), dtype of gate.
     """
     _validate("silu_and_mul_bwd", gate, up, impl)
+    if impl == "triton":
+        from consistent_kernels.silu_and_mul import triton_bwd
+
+        return triton_bwd.silu_and_mul_bwd(grad_y, gate, up)
     return silu_and_mul_bwd_ref(grad_y, gate, up)

@@ -42,6 +42,7 @@ class Fp8ExpertsFunction(torch.autograd.Function):
             shared,
             scale_format=scale_format,
             limit=limit,
+            layout="fastest",
             impl=impl,
         )
 

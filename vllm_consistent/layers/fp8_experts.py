@@ -88,6 +88,7 @@ class ConsistentFp8ExpertsMethod(FusedMoEMethodBase):
         options = {
             "scale_format": self.scale_format,
             "limit": layer.swiglu_limit,
+            "layout": "fastest",
             "impl": self.impl,
         }
         if ranks is None:

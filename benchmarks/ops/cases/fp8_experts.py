@@ -80,9 +80,8 @@ def _ours(
     impl: str,
     rows: slice,
 ) -> torch.Tensor:
-    return fp8_experts(
-        x[rows], w13, w2, ids[rows], weights[rows], scale_format=scale_format, impl=impl
-    )
+    options = {"scale_format": scale_format, "layout": "fastest", "impl": impl}
+    return fp8_experts(x[rows], w13, w2, ids[rows], weights[rows], **options)
 
 
 def _stock(

@@ -55,6 +55,37 @@ def expert_slices(counts: list[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
+def laid_out(
+    rows: torch.Tensor, counts: list[int], tokens: int, layout: str, op: str
+) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    """Yield (expert, slice of the sorted rows, its rows as they stand in the layout).
+
+    Args:
+        rows: [R, H], sorted by expert.
+        counts: rows of each expert.
+        tokens: places of an expert in the masked layout.
+        layout: "masked": [E, tokens] places, NaN where no row stands; else `rows` themselves.
+        op: for errors.
+    """
+    if layout != "masked":
+        for expert, part in expert_slices(counts):
+            yield expert, part, rows[part]
+        return
+    if max(counts) > tokens:
+        raise invalid(
+            op,
+            "topk_ids",
+            f"at most {tokens} rows of one expert in the masked layout",
+            max(counts),
+            "Ids of a token must be distinct",
+        )
+    buffer = rows.new_full((len(counts), tokens, rows.shape[1]), float("nan"))
+    for expert, part in expert_slices(counts):
+        buffer[expert, : counts[expert]] = rows[part]
+    for expert, part in expert_slices(counts):
+        yield expert, part, buffer[expert, : counts[expert]]
+
+
 def _mlp(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float | None, linear: Linear
 ) -> torch.Tensor:
@@ -77,29 +108,11 @@ def expert_outputs_ref(
     the number of an expert's rows can reach a bit.
     """
     tokens, slots = ids.shape
-    num_experts = w13.shape[0]
-    order, counts = sorted_rows(ids, num_experts)
+    order, counts = sorted_rows(ids, w13.shape[0])
     rows = x[order // slots]
     y = x.new_zeros((tokens * slots, w2.shape[1]))
-    if layout == "masked":
-        capacity = tokens
-        if max(counts) > capacity:
-            raise invalid(
-                "experts",
-                "topk_ids",
-                f"at most {capacity} rows of one expert in the masked layout",
-                max(counts),
-                "Ids of a token must be distinct",
-            )
-        buffer = x.new_full((num_experts, capacity, x.shape[1]), float("nan"))
-        for expert, part in expert_slices(counts):
-            buffer[expert, : counts[expert]] = rows[part]
-        for expert, part in expert_slices(counts):
-            mine = buffer[expert, : counts[expert]]
-            y[order[part]] = _mlp(mine, w13[expert], w2[expert], limit, linear)
-    else:
-        for expert, part in expert_slices(counts):
-            y[order[part]] = _mlp(rows[part], w13[expert], w2[expert], limit, linear)
+    for expert, part, mine in laid_out(rows, counts, tokens, layout, "experts"):
+        y[order[part]] = _mlp(mine, w13[expert], w2[expert], limit, linear)
     return y.view(tokens, slots, w2.shape[1])
 
 

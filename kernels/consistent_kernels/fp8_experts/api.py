@@ -10,6 +10,7 @@ from consistent_kernels.counters import count
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.experts import combine
 from consistent_kernels.experts.backward import Grads
+from consistent_kernels.experts.spec import LAYOUTS
 from consistent_kernels.fp8_experts.backward import fp8_experts_bwd_ref
 from consistent_kernels.fp8_experts.reference import fp8_expert_outputs_ref
 from consistent_kernels.fp8_experts.spec import (
@@ -28,7 +29,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "fp8_expert_outputs(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, "
-    "Tensor ids, float? limit, str scale_format, str impl) -> Tensor"
+    "Tensor ids, float? limit, str scale_format, str layout, str impl) -> Tensor"
 )
 
 
@@ -93,6 +94,7 @@ def _fp8_expert_outputs(
     ids: torch.Tensor,
     limit: float | None,
     scale_format: str,
+    layout: str,
     impl: str,
 ) -> torch.Tensor:
     count("fp8_experts", impl)
@@ -106,17 +108,16 @@ def _fp8_expert_outputs(
                 f"{low} to {high}",
                 "-1 means nowhere",
             )
+    given = (x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format, layout)
     if impl == "reference":
-        return fp8_expert_outputs_ref(x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format)
+        return fp8_expert_outputs_ref(*given)
     if impl == "deep_gemm":
         from consistent_kernels.fp8_experts.deep_gemm import fp8_expert_outputs_deep_gemm
 
-        return fp8_expert_outputs_deep_gemm(
-            x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format
-        )
+        return fp8_expert_outputs_deep_gemm(*given)
     from consistent_kernels.fp8_experts.triton import fp8_expert_outputs_fwd
 
-    return fp8_expert_outputs_fwd(x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format)
+    return fp8_expert_outputs_fwd(*given)
 
 
 _LIBRARY.impl("fp8_expert_outputs", _fp8_expert_outputs, "CompositeExplicitAutograd")
@@ -132,6 +133,7 @@ def _(
     ids: torch.Tensor,
     limit: float | None,
     scale_format: str,
+    layout: str,
     impl: str,
 ) -> torch.Tensor:
     return x.new_empty((*ids.shape, w2.shape[1]))
@@ -215,6 +217,7 @@ def fp8_expert_outputs(
     *,
     scale_format: str,
     limit: float | None = None,
+    layout: str = "contiguous",
     impl: str,
 ) -> torch.Tensor:
     """`expert_outputs` with `fp8_linear` in place of each GEMM.
@@ -225,6 +228,7 @@ def fp8_expert_outputs(
         topk_ids: [T, K]; -1 sends a slot nowhere.
         scale_format: "fp32" or "ue8m0", of weights and rows.
         limit: DeepSeek-V4's swiglu_limit, or None.
+        layout: as in `expert_outputs`; the bits are the same.
         impl: "reference" (any device), "triton" (CUDA) or "deep_gemm" (Hopper; Blackwell with
             "ue8m0"; x bf16, H a multiple of 128).
 
@@ -236,14 +240,16 @@ def fp8_expert_outputs(
 
     Raises:
         InvalidInputError: shape, dtype or device; an id out of range (checked on CPU).
-        UnsupportedError: unknown impl or scale_format.
+        UnsupportedError: unknown impl, scale_format or layout.
     """
     op = "fp8_experts"
     _validate(op, x, w13, w2, topk_ids, scale_format, impl)
+    if layout not in LAYOUTS:
+        raise UnsupportedError(op, f"layout {layout!r}", LAYOUTS)
     if limit is not None and not limit > 0:
         raise invalid(op, "limit", "positive or None", limit)
     return torch.ops.consistent_kernels.fp8_expert_outputs(
-        x, w13.values, w13.scale, w2.values, w2.scale, topk_ids, limit, scale_format, impl
+        x, w13.values, w13.scale, w2.values, w2.scale, topk_ids, limit, scale_format, layout, impl
     )
 
 
@@ -257,6 +263,7 @@ def fp8_experts(
     *,
     scale_format: str,
     limit: float | None = None,
+    layout: str = "contiguous",
     impl: str,
 ) -> torch.Tensor:
     """`combine` of `fp8_expert_outputs`: arguments and errors as there.
@@ -264,7 +271,8 @@ def fp8_experts(
     Returns:
         [T, H], dtype of x.
     """
-    y = fp8_expert_outputs(x, w13, w2, topk_ids, scale_format=scale_format, limit=limit, impl=impl)
+    options = {"scale_format": scale_format, "limit": limit, "layout": layout, "impl": impl}
+    y = fp8_expert_outputs(x, w13, w2, topk_ids, **options)
     return combine(y, topk_ids, topk_weights, shared, impl=experts_of(impl))
 
 

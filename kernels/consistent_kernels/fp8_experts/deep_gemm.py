@@ -14,7 +14,6 @@ from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.experts.deep_gemm_grouped import is_masked
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places
-from consistent_kernels.experts.spec import LAYOUTS
 from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm
 from consistent_kernels.fp8_experts.deep_gemm_rows import activate_and_quantize, to_places
 from consistent_kernels.fp8_experts.deep_gemm_start import start
@@ -31,16 +30,15 @@ def fp8_expert_outputs_deep_gemm(
     ids: torch.Tensor,
     limit: float | None,
     scale_format: str,
-    layout: str = "fastest",
+    layout: str = "contiguous",
 ) -> torch.Tensor:
     """As `consistent_kernels.fp8_experts.fp8_expert_outputs`; slots that go nowhere are zero.
 
     Args:
         x: [T, H] bf16.
-        layout: "contiguous", or "masked" or "fastest" (ids of a token must be distinct then: an
-            expert with more rows than tokens may have no place left, and the result is NaN).
-            "fastest" is masked for few tokens, as in `experts`: one launch, and tiles that fit
-            experts of few rows.
+        layout: "masked" and "fastest" want distinct ids of a token: an expert with more rows than
+            tokens may have no place left, and the result is NaN. "fastest" is masked for few
+            tokens, as in `experts`: one launch, and tiles that fit experts of few rows.
 
     Raises:
         UnsupportedError: x is not bf16, or a shape, device or format that DeepGEMM does not serve.
@@ -48,8 +46,6 @@ def fp8_expert_outputs_deep_gemm(
     """
     if x.dtype != torch.bfloat16:
         raise UnsupportedError("fp8_experts (deep_gemm)", str(x.dtype), ["torch.bfloat16"])
-    if layout not in LAYOUTS:
-        raise UnsupportedError("fp8_experts (deep_gemm)", f"layout {layout!r}", LAYOUTS)
     major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
     for weight in (w13, w2):
         check_supported(*weight.shape[1:], x.dtype, scale_format, major)

@@ -151,6 +151,7 @@ def fp8_expert_outputs_fwd(
     ids: torch.Tensor,
     limit: float | None,
     scale_format: str,
+    layout: str = "contiguous",
 ) -> torch.Tensor:
     """Launch the kernels; as `consistent_kernels.fp8_experts.fp8_expert_outputs`.
 
@@ -162,11 +163,12 @@ def fp8_expert_outputs_fwd(
     if not tokens:
         return y
     flat = aligned(ids.int().contiguous()).view(-1)
-    layout = expert_layout(flat, experts, TILE_M)
+    capacity = tokens if layout == "masked" else None
+    placed = expert_layout(flat, experts, TILE_M, capacity=capacity)
     values, scale = quantize_rows(x, scale_format=scale_format, impl="triton")
     # Places that no row takes are quantized too; zeros keep them finite.
-    hidden = torch.zeros((layout.places, width), dtype=x.dtype, device=x.device)
-    launch(values, scale, w13, w13_scale, hidden, layout, slots=slots, gated=True, limit=limit)
+    hidden = torch.zeros((placed.places, width), dtype=x.dtype, device=x.device)
+    launch(values, scale, w13, w13_scale, hidden, placed, slots=slots, gated=True, limit=limit)
     values, scale = quantize_rows(hidden, scale_format=scale_format, impl="triton")
-    launch(values, scale, w2, w2_scale, y.view(-1, columns), layout, slots=slots, gated=False)
+    launch(values, scale, w2, w2_scale, y.view(-1, columns), placed, slots=slots, gated=False)
     return y

@@ -9,6 +9,7 @@ from expert_gradients import TINY, U, graph, magnitudes
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.experts import combine
+from consistent_kernels.experts.spec import LAYOUTS
 from consistent_kernels.fp8_experts import (
     Fp8ExpertWeight,
     fp8_expert_outputs,
@@ -121,6 +122,24 @@ def test_fp8_experts_is_batch_invariant(impl_device: tuple[str, str]) -> None:
     order = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(device)
     assert_bitwise_equal(run(order), whole[order])
     assert_bitwise_equal(run(slice(0, most)), whole, "a second run")
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [SHAPE, RAGGED], ids=["whole", "ragged"])
+def test_fp8_experts_layouts_give_equal_bits(
+    impl_device: tuple[str, str], shape: Shape, scale_format: str
+) -> None:
+    impl, device = impl_device
+    w13, w2 = quantized(shape, impl, device, scale_format)
+    for rows in (1, 7, 64, 129):
+        x = tokens(shape, rows, device, seed=7)
+        ids, _ = routing(shape, rows, device, seed=8)
+        contiguous, *others = (
+            fp8_expert_outputs(x, w13, w2, ids, scale_format=scale_format, layout=layout, impl=impl)
+            for layout in LAYOUTS
+        )
+        for layout, y in zip(LAYOUTS[1:], others, strict=True):
+            assert_bitwise_equal(y[ids >= 0], contiguous[ids >= 0], f"{rows} rows, {layout}")
 
 
 def test_fp8_experts_ignore_where_an_expert_stands(impl_device: tuple[str, str]) -> None:
@@ -289,6 +308,10 @@ def test_fp8_experts_reject_bad_inputs() -> None:
         call(topk_ids=torch.full_like(ids, 6))
     with pytest.raises(UnsupportedError, match="scale_format 'e5m3' is not supported"):
         call(scale_format="e5m3")
+    with pytest.raises(UnsupportedError, match="layout 'dense' is not supported; supported: cont"):
+        call(layout="dense")
+    with pytest.raises(InvalidInputError, match="at most 3 rows of one expert in the masked layou"):
+        call(topk_ids=torch.zeros_like(ids), layout="masked")
     with pytest.raises(UnsupportedError, match="impl 'cutlass' is not supported; supported: ref"):
         call(impl="cutlass")
     with pytest.raises(InvalidInputError, match=r"master must be \[E, N, K\], got \(2, 2\)"):

@@ -19,6 +19,11 @@ _SHAPE = (128, 8, 2048, 768)
 _SMALL = (8, 2, 64, 48)
 """Experts E, experts of a token K, hidden H, width I."""
 
+_REASONS = {
+    "triton": "tiles that leave a row's bits alone; stock takes them from a table tuned by shape",
+    "deep_gemm": "an expert's rows are padded to whole tiles; the Triton program is the one chosen",
+}
+
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Routed rows to their weighted sum: layout, both GEMMs, activation, combination."""
@@ -44,6 +49,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                 ours=functools.partial(run, slice(0, m)),
                 stock=_stock(x[:m], w13, w2, ids[:m], weights[:m]),
                 relations=relations,
+                reason=_REASONS.get(impl),
             )
 
 

@@ -13,6 +13,10 @@ from consistent_kernels.router import RouterParameters, router
 from consistent_kernels.router.spec import IMPLEMENTATIONS
 
 OP = "router"
+_REASON = (
+    "one warp a row in Triton, each choice a pass over all experts by masks; stock's CUDA kernel "
+    "shuffles candidates between lanes"
+)
 _MODELS = {
     "Qwen3-30B-A3B": RouterParameters(128, 8, "softmax", renormalize=True),
     "DeepSeek-V3": RouterParameters(256, 8, "sigmoid", True, 2.5, num_groups=8, top_groups=4),
@@ -39,6 +43,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                     ours=functools.partial(run, slice(0, m)),
                     stock=_stock(logits[:m], bias, parameters),
                     relations=relations,
+                    reason=_REASON,
                 )
 
 

@@ -7,7 +7,7 @@ import importlib
 
 from consistent_kernels.blocks.parameters import BlockPrograms, V4Parameters, V32Parameters
 from consistent_kernels.contract import Contract, Program, Scalar, float_bits
-from consistent_kernels.program_source import toolchain
+from consistent_kernels.program_source import source_sha256, toolchain
 from consistent_kernels.resolve import SPARSE_BLOCK, op_spec
 
 _SHARED_OPS = (
@@ -26,7 +26,12 @@ V4_OPS = (*_SHARED_OPS, "compressor")
 
 
 def _facts(params: V32Parameters | V4Parameters) -> dict[str, Scalar]:
-    facts: dict[str, Scalar] = {"block": type(params).__name__}
+    form = "v32.py" if isinstance(params, V32Parameters) else "v4.py"
+    facts: dict[str, Scalar] = {
+        "block": type(params).__name__,
+        # The order of the ops, what lies between them, and V3.2's layer norm.
+        "block_source": source_sha256("blocks", "ops.py", form, shared=("tree.py",)),
+    }
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if field.name == "rope":

@@ -115,14 +115,14 @@ class BlockOps:
     def layer_norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(var + eps) * w + b in fp32 with halving trees, rounded once.
 
-        For the indexer's keys of V3.2 (vLLM `LayerNorm`). Elementwise PyTorch and a written-down
-        tree, so a row's bits depend on that row alone on any device.
+        For the indexer's keys of V3.2 (vLLM `LayerNorm`, whose w and b are fp32). Elementwise
+        PyTorch and a written-down tree, so a row's bits depend on that row alone on any device.
         """
         x32, size = x.float(), x.shape[-1]
         centered = x32 - halving_sum(x32).unsqueeze(-1) / size
         variance = halving_sum(centered * centered).unsqueeze(-1) / size
         normed = centered / (variance + eps).sqrt()
-        weight, bias = (self.rounded(key).float() for key in (name, f"{name}_bias"))
+        weight, bias = (self.weights[key].detach().float() for key in (name, f"{name}_bias"))
         return (normed * weight + bias).to(x.dtype)
 
     def compressor_state(

@@ -141,7 +141,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def v32_weight_shapes(params: V32Parameters) -> Shapes:
-    """Return {name: shape} of the masters; `k_up` and `v_up` are the two halves of kv_b a head."""
+    """Return {name: shape} of the masters; `k_up` and `v_up` are the two halves of kv_b a head.
+
+    `index_norm` and its bias are used in fp32, as vLLM holds them.
+    """
     p = params
     return {
         "q_a": (p.q_rank, p.hidden),

@@ -8,7 +8,7 @@ import pickle
 import pytest
 from block_cases import BLOCKS, BlockCase
 
-from consistent_kernels.blocks import block_contract
+from consistent_kernels.blocks import block_contract, contract
 from consistent_kernels.contract import check_same, differences
 from consistent_kernels.errors import ContractMismatchError, UnsupportedError
 from consistent_kernels.resolve import contract_specs
@@ -46,6 +46,23 @@ def test_control_another_number_is_another_contract() -> None:
     params = dataclasses.replace(case.params, topk=case.params.topk + 1)
     theirs = block_contract(params, case.programs, "cpu")
     assert differences(ours, theirs) == [f"model.topk: {params.topk - 1} != {params.topk}"]
+
+
+def test_control_another_order_of_the_ops_is_another_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a block computes between its ops is part of the digest: its own sources."""
+    case = BlockCase.make("v32", "cpu")
+    ours = block_contract(case.params, case.programs, "cpu")
+    real = contract.source_sha256
+
+    def changed(op: str, *files: str, shared: tuple[str, ...] = ()) -> str:
+        return "0" * 64 if op == "blocks" else real(op, *files, shared=shared)
+
+    monkeypatch.setattr(contract, "source_sha256", changed)
+    theirs = block_contract(case.params, case.programs, "cpu")
+    (line,) = differences(ours, theirs)
+    assert line.startswith("model.block_source: ")
 
 
 def test_block_programs_reject_an_unknown_read_path() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -104,9 +105,16 @@ def _release() -> None:
 
 
 def run_rounds(
-    pair: Pair, batch: Batch, setting: Setting, clock: Clock
+    pair: Pair,
+    batch: Batch,
+    setting: Setting,
+    clock: Clock,
+    keep: Callable[[dict[str, list[Step]]], None] = lambda steps: None,
 ) -> tuple[dict[str, list[Step]], list[str]]:
-    """Return the timed steps of each side, in turn, and what did not fit into memory."""
+    """Return the timed steps of each side, in turn, and what did not fit into memory.
+
+    `keep` gets the steps so far after each round from the second on.
+    """
     sides = {OURS: (our_logprobs, pair.ours)} | {
         name: (STOCK[name], pair.stock) for name in setting.stock
     }
@@ -127,6 +135,8 @@ def run_rounds(
                 continue
             if turn >= 0:
                 steps[name].append(step)
+        if turn > 0:
+            keep(steps)
     return steps, missing
 
 
@@ -167,8 +177,13 @@ def rows_of(
     return rows
 
 
-def measure(setting: Setting, clock: Clock) -> tuple[list[Row], str | None]:
-    """Return the rows, or no row and why no speed is reported."""
+def measure(
+    setting: Setting, clock: Clock, keep: Callable[[list[Row]], None] = lambda rows: None
+) -> tuple[list[Row], str | None]:
+    """Return the rows, or no row and why no speed is reported.
+
+    `keep` gets them after each round from the second on: a run cut short leaves what it has.
+    """
     batch = make_batch(setting.shape, setting.sequences, setting.length, setting.device)
     layers = setting.layers
     if layers is None:
@@ -186,7 +201,13 @@ def measure(setting: Setting, clock: Clock) -> tuple[list[Row], str | None]:
         )
     _release()
     with clock.phase(f"{setting.pairs} rounds"):
-        steps, _ = run_rounds(pair, batch, setting, clock)
+        steps, _ = run_rounds(
+            pair,
+            batch,
+            setting,
+            clock,
+            lambda so_far: keep(rows_of(so_far, layers, parity, setting)),
+        )
     return rows_of(steps, layers, parity, setting), None
 
 
@@ -264,14 +285,18 @@ def main(
         layers=layers,
     )
     clock = Clock(lambda text: typer.echo(text, err=True))
+
+    def keep(rows: list[Row]) -> None:
+        if out is not None:
+            merge_into(out, [row | source.to_dict() for row in rows], KEY)
+
     try:
-        rows, refusal = measure(setting, clock)
+        rows, refusal = measure(setting, clock, keep)
     except torch.cuda.OutOfMemoryError as error:
         typer.echo(f"out of memory: {error}. Give fewer --layers", err=True)
         raise typer.Exit(exit_codes.FAILED) from error
     if refusal:
         typer.echo(refusal, err=True)
         raise typer.Exit(exit_codes.MISMATCH)
-    if out is not None:
-        merge_into(out, [row | source.to_dict() for row in rows], KEY)
+    keep(rows)
     Console().print(table(rows))

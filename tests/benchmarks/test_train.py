@@ -134,6 +134,16 @@ def test_stock_that_does_not_fit_is_left_out(pair: Pair, monkeypatch: pytest.Mon
     assert {name: len(side) for name, side in steps.items()} == {"ours": 2, "chunked": 2}
 
 
+def test_rows_are_kept_after_each_round_from_the_second_on() -> None:
+    kept: list[list[int]] = []
+    run.measure(
+        setting(pairs=4, stock=("chunked",), warmups=1),
+        Clock(lambda text: None),
+        lambda rows: kept.append([row["pairs"] for row in rows]),
+    )
+    assert kept == [[2], [3], [4]]
+
+
 def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(run.app, [str(argument) for argument in arguments])
 

@@ -216,6 +216,7 @@ def _placeholder_parents() -> Iterator[None]:
             del sys.modules[name]
 
 
+@functools.cache  # finding what is mapped reads every mapping of the process: a millisecond
 def _load_ops(name: str) -> Any:
     path = find_binary(name).path
     import torch

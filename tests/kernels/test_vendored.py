@@ -138,6 +138,25 @@ print([name for name in sys.modules if name.startswith("vllm")], vendored.binari
     assert last == "[] ()"
 
 
+def test_a_loaded_library_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attention call asks for it, and looking reads all mappings of the process."""
+    looked: list[str] = []
+
+    def find(name: str) -> vendored.Binary:
+        looked.append(name)
+        return vendored.Binary(name, Path("/x/_vllm_fa3_C.abi3.so"), "0")
+
+    monkeypatch.setattr(vendored, "find_binary", find)
+    monkeypatch.setattr(vendored, "_mapped", lambda name: Path("/x") / name)
+    vendored._load_ops.cache_clear()
+    try:
+        found = [vendored.flash_attn_3() for _ in range(3)]
+    finally:
+        vendored._load_ops.cache_clear()
+    assert looked == ["_vllm_fa3_C"]
+    assert found[0] is found[1] is found[2]
+
+
 def test_find_binary_rejects_unknown_names() -> None:
     with pytest.raises(MissingBinaryError, match="deep_gemm, deep_gemm_include, _vllm_fa3_C"):
         vendored.find_binary("cublas")

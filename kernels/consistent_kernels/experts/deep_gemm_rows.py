@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.experts.deep_gemm_places import NO_PLACE_LEFT, Places
+from consistent_kernels.experts.triton_activation import gated_activation
 
 _COLUMNS = 1024
 _NUM_WARPS = 4
@@ -55,10 +56,7 @@ def _activate_kernel(
     row = x_ptr + place * (2 * WIDTH)
     gate = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_LIMIT:
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    hidden = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    hidden = gated_activation(gate, up, limit, HAS_LIMIT)
     tl.store(out_ptr + place * WIDTH + columns, hidden.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -69,13 +69,14 @@ two the implementation prefers for so many rows (no bit shows which)."""
 _FILES = {
     "reference": ("reference.py",),
     "onednn": ("reference.py",),
-    "triton": ("triton.py", "triton_layout.py"),
+    "triton": ("triton.py", "triton_activation.py", "triton_layout.py"),
     "deep_gemm": (
         "deep_gemm.py",
         "deep_gemm_grouped.py",
         "deep_gemm_places.py",
         "deep_gemm_rows.py",
         "triton.py",
+        "triton_activation.py",
         "triton_layout.py",
     ),
 }

@@ -20,6 +20,7 @@ from consistent_kernels.experts.spec import (
     TILES_BY_ROWS,
     GroupedTile,
 )
+from consistent_kernels.experts.triton_activation import gated_activation
 from consistent_kernels.experts.triton_layout import ExpertLayout, expert_layout
 
 _ROW_ELEMENTS = 16
@@ -83,10 +84,7 @@ def _grouped_linear_fwd_kernel(
     if GATED:
         dtype = y_ptr.dtype.element_ty
         gate, up = accumulator.to(dtype).to(tl.float32), up_accumulator.to(dtype).to(tl.float32)
-        if HAS_LIMIT:
-            gate = tl.where(gate > limit, limit, gate)
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        accumulator = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        accumulator = gated_activation(gate, up, limit, HAS_LIMIT)
     y = y_ptr + target.to(tl.int64)[:, None] * y_stride + columns[None, :]
     mask = row_inside[:, None] & column_inside[None, :]
     tl.store(y, accumulator.to(y_ptr.dtype.element_ty), mask=mask)

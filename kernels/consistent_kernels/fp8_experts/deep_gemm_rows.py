@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.experts.deep_gemm_places import Places
+from consistent_kernels.experts.triton_activation import gated_activation
 from consistent_kernels.quantization.spec import GROUP
 from consistent_kernels.quantization.triton import (
     group_scale,
@@ -88,10 +89,7 @@ def _activate_and_quantize_kernel(
     row = x_ptr + place * (2 * WIDTH)
     gate = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_LIMIT:
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    hidden = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    hidden = gated_activation(gate, up, limit, HAS_LIMIT)
     hidden = hidden.to(x_ptr.dtype.element_ty).to(tl.float32)
     scale, finite = group_scale(tl.max(magnitude_bits(hidden), 1), UE8M0)
     scaled = scaled_rows(hidden, scale, BLOCK, GROUP, UE8M0)

@@ -40,12 +40,18 @@ _FILES = {
 }
 _EXPERTS = {
     "reference": ("experts/reference.py", "linear/tiles.py"),
-    "triton": ("experts/triton_layout.py", "experts/triton.py", "alignment.py"),
+    "triton": (
+        "experts/triton_activation.py",
+        "experts/triton_layout.py",
+        "experts/triton.py",
+        "alignment.py",
+    ),
     "deep_gemm": (
         "experts/deep_gemm_grouped.py",
         "experts/deep_gemm_places.py",
         "experts/deep_gemm_rows.py",
         "experts/triton.py",
+        "experts/triton_activation.py",
         "quantization/triton.py",
         "alignment.py",
         "vendored.py",

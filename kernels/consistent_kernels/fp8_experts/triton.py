@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned
+from consistent_kernels.experts.triton_activation import gated_activation
 from consistent_kernels.experts.triton_layout import ExpertLayout, expert_layout
 from consistent_kernels.fp8_experts.spec import (
     BLOCK_K,
@@ -83,11 +84,7 @@ def _fp8_grouped_fwd_kernel(
     if GATED:
         dtype = y_ptr.dtype.element_ty
         gate, up_value = total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32)
-        if HAS_LIMIT:
-            gate = tl.where(gate > limit, limit, gate)
-            up_value = tl.where(up_value > limit, limit, up_value)
-            up_value = tl.where(up_value < -limit, -limit, up_value)
-        total = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up_value
+        total = gated_activation(gate, up_value, limit, HAS_LIMIT)
     y = y_ptr + target.to(tl.int64)[:, None] * N + columns[None, :]
     mask = row_inside[:, None] & column_inside[None, :]
     tl.store(y, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -11,6 +11,9 @@ from consistent_kernels.errors import invalid
 
 INTERVAL = "95% t interval of the mean log ratio over pairs"
 
+LEAST_PAIRS = 5
+"""Pairs of a ratio that is written to a result file."""
+
 # 97.5% quantiles of Student's t with 1 to 30 degrees of freedom (any table); beyond, the last one
 # is taken, which is the wider choice.
 _T_975 = (
@@ -56,6 +59,12 @@ def paired_ratio(ours: Sequence[float], stock: Sequence[float]) -> Ratio:
     return Ratio(
         statistics.median(ratios), math.exp(centre - half), math.exp(centre + half), len(ratios)
     )
+
+
+def require_pairs(op: str, pairs: int) -> None:
+    """Raise InvalidInputError where a ratio of so many pairs must not be written."""
+    if pairs < LEAST_PAIRS:
+        raise invalid(op, "pairs", f"{LEAST_PAIRS} or more where rows are written", pairs)
 
 
 def in_turns(names: Iterable[str], rounds: int) -> list[str]:

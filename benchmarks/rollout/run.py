@@ -18,6 +18,7 @@ from rich.table import Table
 from benchmarks.common.clock import Clock
 from benchmarks.common.record import provenance
 from benchmarks.common.rows import Row, merge_into
+from benchmarks.common.stats import require_pairs
 from benchmarks.rollout import models
 from benchmarks.rollout.models import Checkpoint, checkpoint
 from benchmarks.rollout.process import ProcessError
@@ -312,6 +313,8 @@ def main(
         return
     folder = scratch or Path(tempfile.mkdtemp(prefix="rollout-", dir=_roomy()))
     try:
+        if out is not None and not (tiny_size or parity_only):
+            require_pairs("benchmarks.rollout", min(pairs, peer_pairs))
         works = [tiny(item) if tiny_size else item for item in chosen(work or ())]
         wanted = variants(variant or ["consistent"], with_stock=not parity_only)
         if not tiny_size and not torch.cuda.is_available():

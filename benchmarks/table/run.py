@@ -10,7 +10,8 @@ import typer
 
 from benchmarks.common.record import ROOT
 from benchmarks.common.rows import Row, read_rows
-from benchmarks.rollout.works import WORKS
+from benchmarks.rollout.variants import OURS
+from benchmarks.rollout.works import WORKS, Work
 from consistent_kernels.errors import ConsistencyError, invalid
 from vllm_consistent.cli import exit_codes
 
@@ -53,9 +54,15 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _source(rows: Sequence[Row]) -> str:
     """One line: where the rows come from, each combination once."""
     sources = dict.fromkeys(
-        (row["hardware"], _version(row), row["commit"].split("-")[0][:10]) for row in rows
+        (row["hardware"], _version(row), _commit(row["commit"])) for row in rows
     )
     return "; ".join(f"{where}, {version}, commit {commit}" for where, version, commit in sources)
+
+
+def _commit(text: str) -> str:
+    """Ten digits, and what says that the tree held changes."""
+    digits, dash, changed = text.partition("-")
+    return f"{digits[:10]}{dash}{changed}"
 
 
 def _version(row: Row) -> str:
@@ -68,15 +75,23 @@ def _number(value: float, unit: str) -> str:
     return f"{value:,.0f}" if unit == "tokens/s" and value >= 1000 else f"{value:,.3g}"
 
 
+def _aim(work: Work) -> str:
+    if work.aim is None:
+        return ""
+    return f"{'at most' if work.lower_is_better else 'at least'} {work.aim}"
+
+
 def _rollout(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     order = {work.name: index for index, work in enumerate(WORKS)}
+    aims = {work.name: _aim(work) for work in WORKS}
     lines = [
         [
             row["work"],
             row["variant"],
             f"{row['ratio_to_stock']:.3f}",
+            aims.get(row["work"], "") if row["variant"] == OURS else "",
             f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}",
             f"{_number(row['ours'], row['unit'])} {row['unit']}",
             f"{_number(row['stock'], row['unit'])} {row['unit']}",
@@ -86,7 +101,7 @@ def _rollout(rows: Sequence[Row]) -> str:
             rows, key=lambda row: (order.get(row["work"], len(order)), row["variant"])
         )
     ]
-    header = ("rollout", "engine", "ratio", "95%", "engine", "stock", "differing log-probs")
+    header = ("rollout", "engine", "ratio", "aim", "95%", "engine", "stock", "differing log-probs")
     return _markdown(header, lines) + f"\n{_source(rows)}.\n"
 
 

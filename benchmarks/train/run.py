@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.common.clock import Clock
 from benchmarks.common.record import provenance
 from benchmarks.common.rows import Row, merge_into
-from benchmarks.common.stats import INTERVAL, paired_ratio
+from benchmarks.common.stats import INTERVAL, LEAST_PAIRS, paired_ratio, require_pairs
 from benchmarks.rollout.models import MODELS, TINY_MODELS, Shape
 from benchmarks.train.parity import Parity, check
 from benchmarks.train.step import (
@@ -113,7 +113,7 @@ def run_rounds(
 ) -> tuple[dict[str, list[Step]], list[str]]:
     """Return the timed steps of each side, in turn, and what did not fit into memory.
 
-    `keep` gets the steps so far after each round from the second on.
+    `keep` gets the steps so far after each round from the last that must be there on.
     """
     sides = {OURS: (our_logprobs, pair.ours)} | {
         name: (STOCK[name], pair.stock) for name in setting.stock
@@ -135,7 +135,7 @@ def run_rounds(
                 continue
             if turn >= 0:
                 steps[name].append(step)
-        if turn > 0:
+        if turn + 1 >= min(LEAST_PAIRS, setting.pairs):
             keep(steps)
     return steps, missing
 
@@ -182,7 +182,7 @@ def measure(
 ) -> tuple[list[Row], str | None]:
     """Return the rows, or no row and why no speed is reported.
 
-    `keep` gets them after each round from the second on: a run cut short leaves what it has.
+    `keep` gets them as soon as there are `LEAST_PAIRS`: a run cut short leaves what it has.
     """
     batch = make_batch(setting.shape, setting.sequences, setting.length, setting.device)
     layers = setting.layers
@@ -264,6 +264,8 @@ def main(
     3 out of memory.
     """
     try:
+        if out is not None and not tiny:
+            require_pairs("benchmarks.train", pairs)
         kinds = tuple(dict.fromkeys(stock or STOCK))
         for kind in kinds:
             require_implementation("benchmarks.train --stock", kind, STOCK)

@@ -55,10 +55,16 @@ def test_rollout_rows_stand_in_the_order_of_the_works(tmp_path: Path) -> None:
     lines = run.block(tmp_path).splitlines()
     assert lines[0].startswith("| rollout |")
     assert WORKS[0].name in lines[2]
-    assert "| 0.800 |" in lines[2]
+    assert "| 0.800 |  |" in lines[2], "an aim is ours alone"
     assert WORKS[2].name in lines[3]
+    assert "| 0.991 | at least 0.95 |" in lines[3]
     assert "| 13,246 tokens/s | 13,367 tokens/s | 0 of 16,384 |" in lines[3]
     assert lines[-1] == "NVIDIA H200, vllm 0.25.1, torch 2.11.0, commit 0123456789."
+
+
+def test_a_changed_tree_shows(tmp_path: Path) -> None:
+    write(tmp_path, "rollout_h200.json", [rollout_row("w", commit="0123456789abcdef-dirty")])
+    assert run.block(tmp_path).splitlines()[-1].endswith("commit 0123456789-dirty.")
 
 
 def test_training_and_ops_follow(tmp_path: Path) -> None:

@@ -134,14 +134,14 @@ def test_stock_that_does_not_fit_is_left_out(pair: Pair, monkeypatch: pytest.Mon
     assert {name: len(side) for name, side in steps.items()} == {"ours": 2, "chunked": 2}
 
 
-def test_rows_are_kept_after_each_round_from_the_second_on() -> None:
+def test_rows_are_kept_as_soon_as_there_are_enough_pairs() -> None:
     kept: list[list[int]] = []
     run.measure(
-        setting(pairs=4, stock=("chunked",), warmups=1),
+        setting(pairs=7, stock=("chunked",), warmups=1),
         Clock(lambda text: None),
         lambda rows: kept.append([row["pairs"] for row in rows]),
     )
-    assert kept == [[2], [3], [4]]
+    assert kept == [[5], [6], [7]]
 
 
 def invoke(*arguments: object) -> Any:
@@ -169,6 +169,12 @@ def test_command_exits_with_1_and_writes_nothing(
     assert done.exit_code == 1
     assert "3 of 100 tokens differ" in done.output
     assert not out.exists()
+
+
+def test_command_writes_no_ratio_of_fewer_than_five_pairs(tmp_path: Path) -> None:
+    done = invoke("--pairs", 4, "--commit", "7" * 40, "--out", tmp_path / "train.json")
+    assert done.exit_code == 2
+    assert "5 or more where rows are written" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

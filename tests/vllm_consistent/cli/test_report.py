@@ -50,6 +50,11 @@ def make_row(step: int, *, wrong: int = 0, stock: bool = True) -> Row:
     return row
 
 
+def make_rates(ours: float | None, stock: float | None, ratio: float | None) -> dict[str, Any]:
+    found = {"consistent": ours, "stock": stock, "ratio": ratio}
+    return {**found, "decode": found, "concurrency": 16, "tokens_per_response": 40, "rounds": 5}
+
+
 def make_summary(rows: list[Row], **changes: Any) -> dict[str, Any]:
     wrong = sum(row["true_on_policy/mismatched_tokens"] for row in rows)
     summary = {
@@ -67,7 +72,7 @@ def make_summary(rows: list[Row], **changes: Any) -> dict[str, Any]:
             "samples": 2,
             "max_tokens": 8,
         },
-        "throughput": {"consistent": 200.0, "stock": 50.0, "ratio": 4.0},
+        "throughput": make_rates(200.0, 50.0, 4.0),
         "contract": {"name": "dense_bf16_v1", "digest": "ab" * 32},
         "model": {"name": "Tiny <model>", "folder": "/models/tiny", "fingerprint": "cd" * 32},
         "problems": "small sums",
@@ -168,7 +173,7 @@ def test_report_names_the_first_mismatch() -> None:
 
 def test_report_without_the_stock_pair() -> None:
     rows = [make_row(0, stock=False)]
-    rates = {"consistent": 200.0, "stock": None, "ratio": None}
+    rates = make_rates(200.0, None, None)
     html = report.build(make_summary(rows, stock=None, throughput=rates), rows)
     assert "plugin off" not in html
     assert Page(html).tags.count("svg") == 6
@@ -183,7 +188,7 @@ def test_report_of_an_interrupted_run_says_so() -> None:
 def test_report_before_the_first_step() -> None:
     summary = make_summary(
         [], steps=5, stopped_because="it was interrupted", stock=None, contract=None,
-        consistency_report=None, throughput={"consistent": None, "stock": None, "ratio": None},
+        consistency_report=None, throughput=make_rates(None, None, None),
     )  # fmt: skip
     html = report.build(summary, [])
     assert "No step was finished." in html

@@ -25,6 +25,7 @@ from vllm_consistent.cli.demo.output import OutputFolder
 from vllm_consistent.cli.demo.plan import Plan
 from vllm_consistent.cli.demo.rollout import Batch, Response, Rollout, SamplingPlan, request_seed
 from vllm_consistent.cli.demo.run import Backends, DemoRun, run_demo
+from vllm_consistent.cli.demo.speed import ROUNDS, Rates
 from vllm_consistent.cli.demo.stock import StepPrompts, StockResult
 
 CONTRACT = Contract("fake_v1", {}, {}, {}, {})
@@ -59,8 +60,12 @@ class FakeEngine:
                 responses.append(Response(index, tuple(ids), tuple(values), True))
         return Rollout(tuple(map(tuple, prompt_ids)), tuple(responses), 0.5)
 
-    def time_decode(self, probe: dict[str, Any]) -> float:
-        return 100.0
+    def warm_up(self, work: dict[str, Any]) -> None:
+        self.is_warm = True
+
+    def time_rollout(self, work: dict[str, Any]) -> Rates:
+        assert self.is_warm
+        return Rates(100.0, 120.0)
 
     def consistency_report(self) -> dict[str, Any]:
         return {"requested": True}
@@ -109,20 +114,29 @@ class FakeStock:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
+        self.timed = self.closed = 0
 
-    def __call__(self, *, steps: list[StepPrompts], probe: Any, **_: Any) -> StockResult:
+    def __call__(self, *, steps: list[StepPrompts], **_: Any) -> FakeStock:
         self.asked.append([step.step for step in steps])
+        self.result = self._result(steps)
+        return self
+
+    def time_rollout(self) -> Rates:
+        self.timed += 1
+        return Rates(25.0, 40.0)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @staticmethod
+    def _result(steps: list[StepPrompts]) -> StockResult:
         response = {
             "token_ids": [5, 6],
             "rollout_log_probs": [-1.0, -2.0],
             "train_log_probs": [-1.0000001192092896, -2.000000238418579],
         }
         record = {"num_tokens": 2, "seconds": 0.1, "responses": [response]}
-        return StockResult(
-            {step.step: {"step": step.step, **record} for step in steps},
-            25.0 if probe else None,
-            1.0,
-        )
+        return StockResult({step.step: {"step": step.step, **record} for step in steps}, 1.0)
 
 
 def make_run(out: Path, display: Display, *, fingerprint: str = "f", **options: Any) -> DemoRun:
@@ -137,9 +151,9 @@ def make_run(out: Path, display: Display, *, fingerprint: str = "f", **options: 
         )
         for step in range(chosen.steps)
     ]
-    probe = {"prompt_ids": [[1]], "seeds": [0], "samples": 2, "max_tokens": 4, "temperature": 1.0}
+    work = {"prompt_ids": [[1]], "seeds": [0], "samples": 2, "max_tokens": 4, "temperature": 1.0}
     model = ModelSource(Path("/model"), "fake", fingerprint)
-    plan = Plan(chosen, model, problems, prompts, {}, probe, Tokenizer())
+    plan = Plan(chosen, model, problems, prompts, {}, work, Tokenizer())
     output = OutputFolder(out)
     output.open(0)
     return DemoRun(plan, "sums", output, display)
@@ -152,11 +166,13 @@ def world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
     stock = FakeStock()
 
-    def start(on_step: dict[int, Any] | None = None, **options: Any) -> Any:
+    def start(
+        on_step: dict[int, Any] | None = None, *, engine: Any = FakeEngine, **options: Any
+    ) -> Any:
         display = Display(io.StringIO(), None)
         run = make_run(tmp_path / "out", display, **options)
         trainer = FakeTrainer(on_step)
-        backends = Backends(lambda *_: FakeEngine(), lambda *_: trainer, stock)
+        backends = Backends(lambda *_: engine(), lambda *_: trainer, stock)
         try:
             code, summary, stopped = run_demo(run, backends)
         finally:
@@ -203,7 +219,13 @@ def test_run_that_is_bit_equal(world: Any) -> None:
         assert row["stock/true_on_policy/num_tokens"] == 2
         assert row["rollout_corr/k3_kl"] == 0.0
         assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["perf/timed_rollout_tokens_per_s"] == 100.0
+        assert row["stock/perf/timed_rollout_tokens_per_s"] == 25.0
+        assert row["perf/timed_rollout_ratio_to_stock"] == 4.0
+        assert row["perf/timed_decode_ratio_to_stock"] == 3.0
     assert done.summary["throughput"]["ratio"] == 4.0
+    assert done.summary["throughput"]["decode"]["ratio"] == 3.0
+    assert (world.stock.timed, world.stock.closed) == (ROUNDS, 1)
     assert done.summary["stock"]["mismatched_share"] == 1.0
     assert "All 18 log-probs of 3 step(s) are equal bit for bit." in done.report
 
@@ -259,6 +281,8 @@ def test_interruption_keeps_finished_steps_and_resume_continues(world: Any, step
     assert [row["training/global_step"] for row in done.rows] == [0, 1, 2]
     assert done.rows[step]["true_on_policy/mismatched_tokens"] == 0
     assert world.stock.asked == [[0, 1, 2]], "the stock pair is measured once"
+    assert (world.stock.timed, world.stock.closed) == (ROUNDS, 1)
+    assert done.summary["throughput"]["ratio"] == 4.0
 
 
 def test_second_interruption_does_not_cut_off_the_report(
@@ -310,6 +334,7 @@ def test_resume_with_more_steps_measures_the_missing_stock_steps(world: Any) -> 
     assert len(done.rows) == 4
     assert world.stock.asked == [[0, 1], [2, 3]]
     assert done.summary["throughput"]["stock"] == 25.0
+    assert (world.stock.timed, world.stock.closed) == (ROUNDS, 2), "the speed stays the first one"
 
 
 def test_resume_of_a_finished_run_writes_the_report_again(world: Any) -> None:
@@ -337,6 +362,22 @@ def test_without_baseline_no_stock_numbers(world: Any) -> None:
     assert world.stock.asked == []
     assert not any(name.startswith("stock/") for name in done.rows[0])
     assert done.summary["stock"] is None
+    assert done.summary["throughput"]["consistent"] == 100.0
+    assert done.summary["throughput"]["ratio"] is None
+
+
+def test_stock_process_ends_when_the_run_does(world: Any) -> None:
+    class Broken(FakeEngine):
+        def time_rollout(self, work: dict[str, Any]) -> Rates:
+            raise RunError("the engine died")
+
+    done = world.start(engine=Broken)
+    assert done.code == exit_codes.FAILED
+    assert world.stock.closed == 1
+    again = world.start(resume=True)
+    assert again.code == exit_codes.OK
+    assert world.stock.asked == [[0, 1, 2], []], "its steps were kept, its speed was not yet known"
+    assert again.summary["throughput"]["ratio"] == 4.0
 
 
 def test_resume_rejects_another_model(world: Any) -> None:

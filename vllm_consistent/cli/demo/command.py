@@ -206,19 +206,21 @@ def _show(
 ) -> None:
     from vllm_consistent.cli.demo.report import verdict
 
+    said = verdict(summary)
+    rates = summary["throughput"]
     if rows:
         display.table(rows)
-    said = verdict(summary)
+        if rates["consistent"]:
+            display.speed(rates)
     display.result(f"{said['title']} {said['text']}")
     if summary["first_mismatch"]:
         display.result("First mismatch:")
         for name, value in summary["first_mismatch"].items():
             display.result(f"  {name}: {value}")
-    rates = summary["throughput"]
     if rates["ratio"]:
         display.result(
-            f"Decode at {rates['concurrency']} concurrent samples: {rates['consistent']:.0f} "
-            f"tokens/s, stock {rates['stock']:.0f} ({rates['ratio']:.2f} x)."
+            f"Rollout at {rates['concurrency']} concurrent samples: {rates['consistent']:.0f} "
+            f"tokens/s, stock {rates['stock']:.0f} on the same work ({rates['ratio']:.2f} x)."
         )
     for problem in summary["not_written"]:
         display.note(f"error: {problem}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -12,7 +12,15 @@ from rich.progress import TimeElapsedColumn as Elapsed
 from rich.table import Table
 
 from vllm_consistent.cli.demo.metrics import STOCK, Row
-from vllm_consistent.cli.demo.report import COLUMNS, has_stock, number, step_cells
+from vllm_consistent.cli.demo.report import (
+    COLUMNS,
+    SPEED_COLUMNS,
+    has_stock,
+    number,
+    speed_cells,
+    speed_title,
+    step_cells,
+)
 
 _PLAIN_WIDTH = 150
 _TERMINAL_COLUMNS = COLUMNS.index("grad norm") + 1
@@ -92,6 +100,15 @@ class Display:
             table.add_row(*step_cells(row)[:_TERMINAL_COLUMNS])
             if has_stock(row):
                 table.add_row(*step_cells(row, STOCK)[:_TERMINAL_COLUMNS], style="yellow")
+        self._result.print(table)
+
+    def speed(self, rates: dict[str, Any]) -> None:
+        """Print how fast the two engines did equal work, on the result stream."""
+        table = Table(title=speed_title(rates), header_style="bold", box=SIMPLE, padding=(0, 1))
+        for name in SPEED_COLUMNS:
+            table.add_column(name, justify="left" if name == SPEED_COLUMNS[0] else "right")
+        for cells in speed_cells(rates):
+            table.add_row(*cells)
         self._result.print(table)
 
     def result(self, text: str) -> None:

@@ -27,9 +27,9 @@ from vllm_consistent.cli.demo.rollout import (
     SamplingPlan,
     response_positions,
     sample,
-    time_decode,
 )
 from vllm_consistent.cli.demo.run import Backends
+from vllm_consistent.cli.demo.speed import Rates, time_rollout, warm_up
 
 LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 1.0
@@ -54,9 +54,13 @@ class LiveEngine:
         """Sample with log-probs."""
         return sample(self.engine.llm, prompt_ids, plan)
 
-    def time_decode(self, probe: dict[str, Any]) -> float:
-        """Return decode tokens/s on the timed batch."""
-        return time_decode(self.engine.llm, probe)
+    def warm_up(self, work: dict[str, Any]) -> None:
+        """Let first calls be over."""
+        warm_up(self.engine.llm, work)
+
+    def time_rollout(self, work: dict[str, Any]) -> Rates:
+        """Return tokens/s of the timed work."""
+        return time_rollout(self.engine.llm, work)
 
     def consistency_report(self) -> dict[str, Any]:
         """Return what the worker serves; raises ContractMismatchError if that is something else."""
@@ -246,4 +250,4 @@ def _micro_batches(batch: Batch) -> Iterator[tuple[int, int]]:
     yield start, len(lengths)
 
 
-BACKENDS = Backends(engine=LiveEngine, trainer=BridgedTrainer, stock=stock.measure)
+BACKENDS = Backends(engine=LiveEngine, trainer=BridgedTrainer, stock=stock.StockPair)

@@ -17,7 +17,7 @@ from vllm_consistent.cli.demo.stock import StepPrompts
 
 STOCK_SAMPLES = 2
 STOCK_TOKENS = 8
-PROBE_TOKENS = 48
+TIMED_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Plan:
         problems: by step.
         prompts: by step, as token ids with their seeds.
         engine: vLLM engine arguments, the same for both pairs.
-        probe: the batch on which decode throughput is timed, the same for both pairs.
+        work: what both engines roll out to be timed: the first step, responses of fixed length.
         tokenizer: the model's.
     """
 
@@ -37,7 +37,7 @@ class Plan:
     problems: list[list[Problem]]
     prompts: list[StepPrompts]
     engine: dict[str, Any]
-    probe: dict[str, Any]
+    work: dict[str, Any]
     tokenizer: Any
 
     def sampling(self, step: int) -> SamplingPlan:
@@ -85,11 +85,11 @@ def make_plan(options: DemoOptions, source: ModelSource, problems: ProblemSource
         max_tokens=options.max_tokens,
         config=config,
     )
-    probe = {
+    work = {
         "prompt_ids": prompts[0].prompt_ids,
         "seeds": prompts[0].seeds,
         "samples": options.samples,
-        "max_tokens": min(PROBE_TOKENS, options.max_tokens),
+        "max_tokens": min(TIMED_TOKENS, options.max_tokens),
         "temperature": options.temperature,
     }
-    return Plan(options, source, drawn, prompts, engine, probe, tokenizer)
+    return Plan(options, source, drawn, prompts, engine, work, tokenizer)

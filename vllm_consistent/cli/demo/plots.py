@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -27,12 +28,12 @@ _TIMINGS = (
 )
 
 
-def charts(rows: Sequence[Row], throughput: dict[str, float | None]) -> list[dict[str, str]]:
+def charts(rows: Sequence[Row], throughput: dict[str, Any]) -> list[dict[str, str]]:
     """Return the report's charts as {"title", "caption", "svg"}.
 
     Args:
         rows: one metrics row per step, at least one.
-        throughput: tokens/s of the timed batch under "consistent" and "stock", or None.
+        throughput: tokens/s under "consistent" and "stock", or None; of decode under "decode".
     """
     return [
         {"title": title, "caption": caption, "svg": _svg(draw, title)}
@@ -59,7 +60,7 @@ def charts(rows: Sequence[Row], throughput: dict[str, float | None]) -> list[dic
             ),
             (
                 "Throughput",
-                "Decode tokens/s on one fixed batch at the run's concurrency, prompts cached.",
+                "Tokens/s of both engines on one and the same work at the run's concurrency.",
                 lambda axes: _throughput(axes, throughput),
             ),
             (
@@ -155,15 +156,21 @@ def _reward(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.14))
 
 
-def _throughput(axes: Axes, rates: dict[str, float | None]) -> None:
-    colours = {"consistent": CONSISTENT_COLOUR, "stock": STOCK_COLOUR}
-    measured = {name: rates[name] for name in colours if rates.get(name)}
-    bars = axes.bar(
-        list(measured), list(measured.values()), 0.5, color=[colours[name] for name in measured]
-    )
-    axes.bar_label(bars, fmt="%.0f", padding=2)
+def _throughput(axes: Axes, rates: dict[str, Any]) -> None:
+    width = 0.38
+    for who, colour, shift in (
+        ("consistent", CONSISTENT_COLOUR, -width / 2),
+        ("stock", STOCK_COLOUR, width / 2),
+    ):
+        measured = [(i, kind[who]) for i, kind in enumerate((rates, rates["decode"])) if kind[who]]
+        if measured:
+            places, values = zip(*measured, strict=True)
+            bars = axes.bar([i + shift for i in places], values, width, color=colour, label=who)
+            axes.bar_label(bars, fmt="%.0f", padding=2)
+            axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.14))
+    axes.set_xticks([0, 1], ["whole rollout", "decode"])
     axes.set_ylabel("tokens/s")
-    axes.margins(x=0.3, y=0.12)
+    axes.margins(y=0.12)
 
 
 def _timing(axes: Axes, rows: Sequence[Row]) -> None:

@@ -28,6 +28,7 @@ COLUMNS = (
     "grad norm",
     "engine's weights",
 )
+SPEED_COLUMNS = ("equal work", "consistent tok/s", "stock tok/s", "ratio")
 _DIGEST_CHARS = 8
 
 
@@ -72,6 +73,23 @@ def step_cells(row: Row, prefix: str = "") -> list[str]:
         if get("weights/digest")
         else "",
     ]
+
+
+def speed_cells(rates: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the speed table, `SPEED_COLUMNS` each; empty where nothing was timed."""
+    return [
+        [name, number(found["consistent"]), number(found["stock"]), number(found["ratio"])]
+        for name, found in (("whole rollout", rates), ("its decode steps", rates["decode"]))
+        if found["consistent"]
+    ]
+
+
+def speed_title(rates: dict[str, Any]) -> str:
+    """Say what was timed."""
+    return (
+        f"Rollout speed: {rates['concurrency']} samples of {rates['tokens_per_response']} tokens, "
+        f"prompts read; median of {rates['rounds']} rounds"
+    )
 
 
 def has_stock(row: Row) -> bool:
@@ -132,10 +150,10 @@ def _tiles(summary: dict[str, Any]) -> list[dict[str, str]]:
         )
     if rates["consistent"]:
         tiles.append(
-            {"value": f"{rates['consistent']:.0f} tok/s", "label": "decode, consistent engine"}
+            {"value": f"{rates['consistent']:.0f} tok/s", "label": "rollout, consistent engine"}
         )
     if rates.get("ratio"):
-        tiles.append({"value": f"{rates['ratio']:.2f} x", "label": "decode, against stock vLLM"})
+        tiles.append({"value": f"{rates['ratio']:.2f} x", "label": "rollout, against stock vLLM"})
     return tiles
 
 
@@ -180,6 +198,11 @@ def build(summary: dict[str, Any], rows: Sequence[Row]) -> str:
         charts=charts(rows, summary["throughput"]) if rows else [],
         columns=COLUMNS,
         table=_table(rows),
+        speed={
+            "title": speed_title(summary["throughput"]),
+            "columns": SPEED_COLUMNS,
+            "rows": speed_cells(summary["throughput"]),
+        },
         environment=[
             ("Versions", summary["versions"]),
             ("Machine", summary["hardware"]),

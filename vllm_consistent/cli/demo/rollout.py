@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from consistent_kernels.errors import invalid
 _KV_BLOCK = 128
 _KV_MARGIN = 2
 _PREFILL_FLOOR = 256
-_PROBE_ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,38 +226,6 @@ def sample(llm: Any, prompt_ids: Sequence[Sequence[int]], plan: SamplingPlan) ->
         for completion in sorted(output.outputs, key=lambda item: item.index)
     ]
     return Rollout(tuple(tuple(ids) for ids in prompt_ids), tuple(responses), seconds)
-
-
-def time_decode(llm: Any, probe: dict[str, Any]) -> float:
-    """Return the decode throughput of `llm` in tokens/s on a fixed batch.
-
-    Prompts take as long as many decode steps, and a prefix cache keeps whole pages alone: so a call
-    for one token a response is timed beside a call for `max_tokens`, and what lies between them is
-    decode. Every response has exactly that length, so that both engines run at full concurrency.
-
-    Args:
-        llm: a vLLM `LLM`.
-        probe: prompt_ids, seeds, samples, max_tokens and temperature.
-
-    Returns:
-        The median of a few rounds; of responses of one token, prompts included.
-    """
-
-    def run(max_tokens: int) -> Rollout:
-        plan = SamplingPlan(
-            probe["samples"], max_tokens, probe["temperature"], tuple(probe["seeds"]), True
-        )
-        return sample(llm, probe["prompt_ids"], plan)
-
-    run(min(2, probe["max_tokens"]))
-    rates = []
-    for _ in range(_PROBE_ROUNDS):
-        first, whole = run(1), run(probe["max_tokens"])
-        tokens, seconds = whole.num_tokens, whole.seconds
-        if probe["max_tokens"] > 1:
-            tokens, seconds = tokens - first.num_tokens, seconds - first.seconds
-        rates.append(tokens / seconds)
-    return statistics.median(rates)
 
 
 def _response(prompt_index: int, completion: Any) -> Response:

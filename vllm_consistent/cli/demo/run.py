@@ -27,9 +27,10 @@ from vllm_consistent.cli.demo.output import OutputFolder
 from vllm_consistent.cli.demo.plan import STOCK_SAMPLES, STOCK_TOKENS, Plan
 from vllm_consistent.cli.demo.reward import Reward, reward
 from vllm_consistent.cli.demo.rollout import Batch, Rollout, SamplingPlan, to_batch
+from vllm_consistent.cli.demo.speed import Rates, Speed, compare_speed, speed_row
 from vllm_consistent.cli.demo.summary import summarize
 
-_STATE_KEYS = ("rows", "seconds", "contract", "consistency_report", "decode_tokens_per_s")
+_STATE_KEYS = ("rows", "seconds", "contract", "consistency_report", "speed")
 
 
 class Engine(Protocol):
@@ -38,11 +39,26 @@ class Engine(Protocol):
     def sample(self, prompt_ids: list[list[int]], plan: SamplingPlan) -> Rollout:
         """Sample with log-probs."""
 
-    def time_decode(self, probe: dict[str, Any]) -> float:
-        """Return decode tokens/s on the timed batch."""
+    def warm_up(self, work: dict[str, Any]) -> None:
+        """Let first calls be over."""
+
+    def time_rollout(self, work: dict[str, Any]) -> Rates:
+        """Return tokens/s of the timed work."""
 
     def consistency_report(self) -> dict[str, Any]:
         """Return what the worker serves."""
+
+
+class Stock(Protocol):
+    """The stock pair in its own process; it has sampled and scored when it is made."""
+
+    result: stock.StockResult
+
+    def time_rollout(self) -> Rates:
+        """Return tokens/s of the timed work."""
+
+    def close(self) -> None:
+        """End its process."""
 
 
 class Trainer(Protocol):
@@ -74,7 +90,7 @@ class Backends:
 
     engine: Callable[[Path, dict[str, Any], Contract], Engine]
     trainer: Callable[[Path, float], Trainer]
-    stock: Callable[..., stock.StockResult]
+    stock: Callable[..., Stock]
 
 
 class DemoRun:
@@ -88,7 +104,7 @@ class DemoRun:
         self.metrics = MetricsFile(output.metrics)
         self.rows: list[Row] = []
         self.stock: stock.StockResult | None = None
-        self.decode_rate: float | None = None
+        self.speed: Speed | None = None
         self.consistency: dict[str, Any] | None = None
         self.contract: dict[str, str] | None = None
         self.first_mismatch: dict[str, Any] | None = None
@@ -106,18 +122,18 @@ class DemoRun:
         if self.rows and len(self.rows) >= self.plan.options.steps:
             self.display.note(f"All {len(self.rows)} steps are done; raise --steps to go on.")
             return exit_codes.OK
-        self._measure_stock(backends)
-        self.display.stage("Loading the trainer")
-        trainer = backends.trainer(self.plan.source.path, self.plan.options.temperature)
-        self._adopt_contract(trainer, saved)
-        if saved is not None:
-            trainer.restore(saved.groups)
-            del saved
-        self.display.stage("Starting the engine")
-        engine = backends.engine(self.plan.source.path, self.plan.engine, trainer.contract)
-        trainer.push(engine)
-        self.display.stage("Timing the engine")
-        self.decode_rate = engine.time_decode(self.plan.probe)
+        with self._stock_pair(backends) as pair:
+            self.display.stage("Loading the trainer")
+            trainer = backends.trainer(self.plan.source.path, self.plan.options.temperature)
+            self._adopt_contract(trainer, saved)
+            if saved is not None:
+                trainer.restore(saved.groups)
+                del saved
+            self.display.stage("Starting the engine")
+            engine = backends.engine(self.plan.source.path, self.plan.engine, trainer.contract)
+            trainer.push(engine)
+            if self.speed is None:
+                self._time(engine, pair)
         for step in range(len(self.rows), self.plan.options.steps):
             self.display.steps(step, self.plan.options.steps)
             if not self._step(step, engine, trainer):
@@ -169,7 +185,7 @@ class DemoRun:
         self.seconds_before = saved.state["seconds"]
         self.contract = saved.state["contract"]
         self.consistency = saved.state["consistency_report"]
-        self.decode_rate = saved.state["decode_tokens_per_s"]
+        self.speed = Speed.from_dict(saved.state["speed"])
         self.stock = stock.load(self.output.stock)
         self.metrics.rewrite(self.rows)
         self.display.note(f"Resuming after step {saved.step - 1}")
@@ -185,30 +201,53 @@ class DemoRun:
             )
         self.contract = mine
 
-    def _measure_stock(self, backends: Backends) -> None:
+    @contextmanager
+    def _stock_pair(self, backends: Backends) -> Iterator[Stock | None]:
+        """Measure what of the stock pair is not known yet; yields it while it can be timed."""
         options = self.plan.options
         if not options.baseline:
+            yield None
             return
         known = stock.load(self.output.stock)
         missing = [
             prompts for prompts in self.plan.prompts if not known or prompts.step not in known.steps
         ]
-        if not missing:
+        if known:
+            self.speed = self.speed or known.speed
+        if not missing and self.speed:
             self.stock = known
+            yield None
             return
         self.display.stage("Stock pair: vLLM with the plugin off, in a process of its own")
-        measured = backends.stock(
+        pair = backends.stock(
             model=self.plan.source.path,
             engine=self.plan.engine,
             steps=missing,
             samples=min(STOCK_SAMPLES, options.samples),
             max_tokens=min(STOCK_TOKENS, options.max_tokens),
             temperature=options.temperature,
-            probe=None if known else self.plan.probe,
+            work=self.plan.work,
             folder=self.output.logs,
         )
-        self.stock = stock.merged(known, measured)
-        self.output.write_json(self.output.stock, self.stock.to_dict())
+        try:
+            self._keep_stock(stock.merged(known, pair.result))
+            yield pair
+        finally:
+            pair.close()
+
+    def _keep_stock(self, result: stock.StockResult) -> None:
+        self.stock = result
+        self.output.write_json(self.output.stock, result.to_dict())
+
+    def _time(self, engine: Engine, pair: Stock | None) -> None:
+        """Roll out the timed work on both engines in turns."""
+        self.display.stage("Timing the engines" if pair else "Timing the engine")
+        engine.warm_up(self.plan.work)
+        self.speed = compare_speed(
+            lambda: engine.time_rollout(self.plan.work), pair.time_rollout if pair else None
+        )
+        if pair:
+            self._keep_stock(dataclasses.replace(self.stock, speed=self.speed))
 
     def _step(self, step: int, engine: Engine, trainer: Trainer) -> bool:
         """Do one step and record it; returns whether every token was bit-equal."""
@@ -268,7 +307,7 @@ class DemoRun:
             "model_fingerprint": self.plan.source.fingerprint,
             "contract": self.contract,
             "consistency_report": plain(self.consistency),
-            "decode_tokens_per_s": self.decode_rate,
+            "speed": self.speed.to_dict(),
             "rows": [*self.rows, plain(row)],
             "seconds": self.seconds,
         }
@@ -304,6 +343,7 @@ class DemoRun:
             **spread("prompt_length", [float(length) for length in prompt_lengths]),
             "perf/total_num_tokens": sum(lengths) + sum(prompt_lengths),
             "perf/rollout_tokens_per_s": rollout.num_tokens / rollout.seconds,
+            **speed_row(self.speed),
         }
         if self.stock is not None:
             row |= prefixed(STOCK, stock.step_row(self.stock, step))

@@ -1,10 +1,13 @@
 """The stock pair, in a process of its own: vLLM with the plugin off, and a plain HF forward.
 
-Run as `python -m vllm_consistent.cli.demo.stock_worker REQUEST.json RESPONSE.json`.
+Run as `python -m vllm_consistent.cli.demo.stock_worker REQUEST.json RESPONSE.json`. It answers on
+stdout in lines of JSON: {} once RESPONSE is written, then tokens/s for each line on stdin. All else
+that it or vLLM prints goes to stderr.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -16,18 +19,21 @@ import torch
 from torch import Tensor
 
 from vllm_consistent import env
+from vllm_consistent.cli.demo.output import private_copy
 from vllm_consistent.cli.demo.rollout import (
     Rollout,
     SamplingPlan,
     response_positions,
     sample,
-    time_decode,
     to_batch,
 )
+from vllm_consistent.cli.demo.speed import time_rollout, warm_up
 
 
 def main(request_path: Path, response_path: Path) -> None:
-    """Sample, time and score what REQUEST asks for; write RESPONSE once everything is done."""
+    """Sample and score as REQUEST says, write RESPONSE, then time rollouts until stdin ends."""
+    answers = private_copy(sys.stdout)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     env.set_enabled(False)
     env.keep_engine_in_process()
     request = json.loads(request_path.read_text())
@@ -42,10 +48,19 @@ def main(request_path: Path, response_path: Path) -> None:
         sample(llm, step["prompt_ids"], plan)
         for step, plan in zip(request["steps"], plans, strict=True)
     ]
-    probe = time_decode(llm, request["probe"]) if request["probe"] else None
-    del llm
+    steps = _scored(request, rollouts) if rollouts else []
+    warm_up(llm, request["work"])
+    partial = response_path.with_suffix(".partial")
+    partial.write_text(json.dumps({"steps": steps, "start_seconds": start_seconds}))
+    os.replace(partial, response_path)
+    answers.write("{}\n")
+    for _ in sys.stdin:
+        answers.write(json.dumps(dataclasses.asdict(time_rollout(llm, request["work"]))) + "\n")
+
+
+def _scored(request: dict[str, Any], rollouts: list[Rollout]) -> list[dict[str, Any]]:
     model = _hf_model(request)
-    steps = [
+    return [
         {
             "step": step["step"],
             "num_tokens": rollout.num_tokens,
@@ -54,11 +69,6 @@ def main(request_path: Path, response_path: Path) -> None:
         }
         for step, rollout in zip(request["steps"], rollouts, strict=True)
     ]
-    partial = response_path.with_suffix(".partial")
-    partial.write_text(
-        json.dumps({"steps": steps, "tokens_per_s": probe, "start_seconds": start_seconds})
-    )
-    os.replace(partial, response_path)
 
 
 def _start(request: dict[str, Any]) -> tuple[Any, float]:

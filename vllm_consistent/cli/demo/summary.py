@@ -11,6 +11,7 @@ from vllm_consistent.cli.demo.hardware import hardware, peak_memory_gb, versions
 from vllm_consistent.cli.demo.metrics import STOCK, Row
 from vllm_consistent.cli.demo.output import OutputFolder
 from vllm_consistent.cli.demo.plan import STOCK_SAMPLES, STOCK_TOKENS, Plan
+from vllm_consistent.cli.demo.speed import Speed
 from vllm_consistent.cli.demo.stock import StockResult
 
 _STATUS = {
@@ -29,7 +30,7 @@ class Reached(Protocol):
     output: OutputFolder
     rows: list[Row]
     stock: StockResult | None
-    decode_rate: float | None
+    speed: Speed | None
     consistency: dict[str, Any] | None
     contract: dict[str, str] | None
     first_mismatch: dict[str, Any] | None
@@ -118,15 +119,14 @@ def _stock(rows: Sequence[Row], samples: int, max_tokens: int) -> dict[str, Any]
 
 
 def _throughput(run: Reached) -> dict[str, Any]:
-    ours = run.decode_rate
-    stock = run.stock.tokens_per_s if run.stock else None
-    probe = run.plan.probe
+    """Whole rollouts of equal work on both engines, and decode alone under `decode`."""
+    work, speed = run.plan.work, run.speed or Speed((), ())
     return {
-        "consistent": ours,
-        "stock": stock,
-        "ratio": ours / stock if ours and stock else None,
-        "concurrency": len(probe["prompt_ids"]) * probe["samples"],
-        "tokens_per_response": probe["max_tokens"],
+        **speed.summary("rollout"),
+        "decode": speed.summary("decode"),
+        "rounds": len(speed.ours),
+        "concurrency": len(work["prompt_ids"]) * work["samples"],
+        "tokens_per_response": work["max_tokens"],
     }
 
 

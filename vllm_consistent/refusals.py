@@ -16,6 +16,7 @@ WORKERS = {
 }
 EXTENSION = "vllm_consistent.worker.ConsistencyWorkerExtension"
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+_PAGE_MULTIPLES = {"cpu": 8, "cuda": 16}
 _BACKENDS = {"cpu": ("CPU_ATTN",), "cuda": ("CUSTOM",)}
 
 
@@ -26,7 +27,7 @@ def violations(vllm_config: VllmConfig, device_type: str) -> list[str]:
         *_expert_parallel(vllm_config, device_type),
         *_features(vllm_config),
         *_model(vllm_config.model_config),
-        *_cache(vllm_config.cache_config),
+        *_cache(vllm_config.cache_config, device_type),
         *_classes(vllm_config.parallel_config, device_type),
         *_attention(vllm_config.attention_config, device_type),
         *_environment(device_type),
@@ -135,15 +136,16 @@ def _model(model: Any) -> Iterator[str]:
         yield "override_attention_dtype is not supported; leave it unset"
 
 
-def _cache(cache: Any) -> Iterator[str]:
+def _cache(cache: Any, device_type: str) -> Iterator[str]:
     if cache.cache_dtype not in ("auto", "bfloat16"):
         yield f"kv_cache_dtype={cache.cache_dtype!r} is not supported; use 'auto'"
     if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill is not supported; turn it off"
     if cache.kv_offloading_size is not None:
         yield "kv_offloading_size is not supported: offloaded pages outlive a weight update"
-    if cache.block_size is not None and cache.block_size % 16:
-        yield f"block_size={cache.block_size} must be a multiple of 16"
+    multiple = _PAGE_MULTIPLES[device_type]
+    if cache.block_size is not None and cache.block_size % multiple:
+        yield f"block_size={cache.block_size} must be a multiple of {multiple}"
 
 
 def _classes(parallel: Any, device_type: str) -> Iterator[str]:

@@ -80,7 +80,7 @@ def test_compile_cache_key_sees_the_digest(configure: Any) -> None:
         ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker_cls=.* is not supported"),
         ({"worker_extension_cls": "builtins.object"}, "must derive from vllm_consistent"),
         ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN is not supported"),
-        ({"block_size": 24}, "block_size=24 must be a multiple of 16"),
+        ({"block_size": 20}, "block_size=20 must be a multiple of 8"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size is not supported"),
         ({"cpu_offload_gb": 1}, "weight offloading is not supported"),
         (
@@ -186,7 +186,7 @@ def test_all_violations_come_in_one_error(configure: Any) -> None:
             dtype="float16",
             enable_lora=True,
             logprobs_mode="raw_logits",
-            block_size=24,
+            block_size=20,
         )
     assert len(caught.value.violations) == 5
     assert "refused for 5 reason(s)" in str(caught.value)

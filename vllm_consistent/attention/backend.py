@@ -203,10 +203,12 @@ class ConsistentAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Pages of any multiple of 16 keys."""
-        return [MultipleOf(16)]
+    page_multiple: ClassVar[int] = 16
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Pages of any multiple of 16 keys; on a CPU of 8."""
+        return [MultipleOf(cls.page_multiple)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -223,8 +225,9 @@ class ConsistentAttentionBackend(AttentionBackend):
         """The shared builder."""
         return ConsistentMetadataBuilder
 
-    @staticmethod
+    @classmethod
     def get_kv_cache_shape(
+        cls,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
@@ -232,9 +235,9 @@ class ConsistentAttentionBackend(AttentionBackend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """[block, keys or values, position, head, dim]: vLLM packs and pads by blocks."""
-        if block_size % 16:
+        if block_size % cls.page_multiple:
             raise InvalidInputError(
-                f"attention: block_size must be a multiple of 16, got {block_size}"
+                f"attention: block_size must be a multiple of {cls.page_multiple}, got {block_size}"
             )
         return num_blocks, 2, block_size, num_kv_heads, head_size
 

@@ -8,7 +8,7 @@ from consistent_kernels.attention.cpu import CPU_IMPLEMENTATIONS, attend
 from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, add_batch, build_plan
 from consistent_kernels.attention.reference import attention_bwd_ref, write_kv_ref
-from consistent_kernels.attention.spec import IMPLEMENTATIONS, PAGE_MULTIPLE
+from consistent_kernels.attention.spec import IMPLEMENTATIONS, PAGE_MULTIPLES
 from consistent_kernels.counters import count
 from consistent_kernels.errors import invalid, require_implementation
 
@@ -79,10 +79,10 @@ def _check_heads(
         raise invalid(op, "v", f"{k.dtype} {tuple(k.shape)}", f"{v.dtype} {tuple(v.shape)}")
 
 
-def _check_cache(op: str, name: str, cache: torch.Tensor) -> None:
+def _check_cache(op: str, name: str, cache: torch.Tensor, impl: str) -> None:
     _, size, heads, width = cache.shape
-    if size % PAGE_MULTIPLE:
-        raise invalid(op, f"{name} block size", f"a multiple of {PAGE_MULTIPLE}", size)
+    if size % PAGE_MULTIPLES[impl]:
+        raise invalid(op, f"{name} block size", f"a multiple of {PAGE_MULTIPLES[impl]}", size)
     row = heads * width
     if cache.stride()[1:] != (row, width, 1) or cache.stride(0) % row:
         raise invalid(
@@ -145,7 +145,7 @@ def plan_attention(
     else:
         _check_index("plan_attention", "seq_lens", seq_lens, 1, batch)
         _check_index("plan_attention", "block_table", block_table, 2, batch)
-        _check_cache("plan_attention", "k_cache", k_cache)
+        _check_cache("plan_attention", "k_cache", k_cache, impl)
         layout = KeyLayout(
             seq_lens.to("cpu", torch.int64),
             block_table=block_table.to("cpu", torch.int64),
@@ -358,8 +358,9 @@ def attention_paged(
 
     Args:
         q: [T, Hq, D], the queries of all requests; rows beyond cu_seqlens_q[-1] are padding.
-        k_cache, v_cache: [blocks, block_size, Hk, D], block_size a multiple of 16; slots that no
-            query sees may hold anything. The reference also takes fp32 pages.
+        k_cache, v_cache: [blocks, block_size, Hk, D], block_size a multiple of 16, or of 8
+            on a CPU; slots that no query sees may hold anything. The reference also takes fp32
+            pages.
         block_table: [B, max blocks] int32; entries beyond a request's keys may hold anything.
         seq_lens: [B] keys of each request, this step's included; 0 for a padded row.
         cu_seqlens_q: [B + 1] row borders.
@@ -372,7 +373,7 @@ def attention_paged(
     """
     op = "attention_paged"
     _check_heads(op, q, k_cache, v_cache, params, impl, key_dims=4)
-    _check_cache(op, "k_cache", k_cache)
+    _check_cache(op, "k_cache", k_cache, impl)
     if v_cache.stride() != k_cache.stride():
         raise invalid(op, "v_cache", f"of strides {k_cache.stride()}", v_cache.stride())
     _check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
@@ -434,7 +435,7 @@ def write_kv(
             raise invalid(op, name, cache.dtype, x.dtype)
     if k.shape != v.shape or k_cache.stride() != v_cache.stride():
         raise invalid(op, "v", f"shaped and paged like k, {tuple(k.shape)}", tuple(v.shape))
-    _check_cache(op, "k_cache", k_cache)
+    _check_cache(op, "k_cache", k_cache, impl)
     _check_index(op, "slot_mapping", slot_mapping, 1, k.shape[0])
     torch.ops.consistent_kernels.write_kv(k, v, k_cache, v_cache, slot_mapping, impl)
 

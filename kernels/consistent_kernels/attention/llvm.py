@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import struct
 
 import torch
@@ -19,9 +20,9 @@ _NO_WINDOW = 1 << 40
 
 
 @functools.cache
-def attention_kernel(head_dim: int, group: int) -> int:
-    """Return the address of the kernel."""
-    return Attention(head_dim, group).compile()
+def attention_kernel(head_dim: int, group: int, run: int = LANES) -> int:
+    """Return the address of the kernel for pages of a multiple of `run` keys."""
+    return Attention(head_dim, group, run=run).compile()
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -80,7 +81,8 @@ def command(
         struct.unpack("<i", struct.pack("<f", params.scale))[0],
     )
     units = batch.items.shape[0] * params.num_kv_heads
-    return attention_kernel(params.head_dim, params.group), words, units
+    run = math.gcd(batch.block_size, LANES)
+    return attention_kernel(params.head_dim, params.group, run), words, units
 
 
 def attention_llvm(

@@ -18,7 +18,7 @@ from typing import Any
 from llvmlite import ir
 
 from consistent_kernels.attention.plan import UNIT_ROWS
-from consistent_kernels.attention.spec import KEY_TILE, PAGE_MULTIPLE
+from consistent_kernels.attention.spec import KEY_TILE
 from consistent_kernels.llvm.kernel import F32, I32, I64, LANES, LOWEST, Kernel, Variable, floats
 
 STATE = 2
@@ -30,11 +30,13 @@ _ACCUMULATORS = 24  # vectors that P V may keep in registers
 
 
 class Attention(Kernel):
-    """The words of its command: see `command`."""
+    """The words of its command: see `command`. Pages hold a multiple of `run` keys, 16 at most."""
 
-    def __init__(self, head_dim: int, group: int, bits: int | None = None) -> None:
+    def __init__(
+        self, head_dim: int, group: int, bits: int | None = None, *, run: int = LANES
+    ) -> None:
         super().__init__("attention", bits)
-        self.width, self.group = head_dim, group
+        self.width, self.group, self.run = head_dim, group, run
         self.parts = head_dim // LANES
         b, rows = self.b, max(UNIT_ROWS, group)
         (self.items, count, self.q, self.q_stride, self.k, self.v, self.row_bytes) = self.words(
@@ -155,12 +157,12 @@ class Attention(Kernel):
         return self.scaled(b.mul(row, self.row_bytes), head, 2 * self.width)
 
     @contextmanager
-    def _chunks(self, key: Any, low: Any, high: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _runs(self, key: Any, low: Any, high: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Walk a tile's keys low .. high in runs that lie in one page, one behind the other.
 
         Yields (place of the run in the tile, offset of its first row, first and last place in it).
         """
-        b, run = self.b, self.i64(PAGE_MULTIPLE)
+        b, run = self.b, self.i64(self.run)
         with self.loop(b.sdiv(low, run), b.add(b.sdiv(high, run), self.i64(1))) as chunk:
             begin = b.mul(chunk, run)
             offset = self._row_of(self.pages, self.head, b.add(key, begin))
@@ -169,7 +171,7 @@ class Attention(Kernel):
                 begin,
                 offset,
                 first,
-                self._smaller(b.sub(high, begin), self.i64(PAGE_MULTIPLE - 1)),
+                self._smaller(b.sub(high, begin), self.i64(self.run - 1)),
             )
 
     def _read(self, base: Any) -> list[Any]:
@@ -180,7 +182,7 @@ class Attention(Kernel):
         """Keys low .. high of the tile, and their values, as fp32."""
         b = self.b
         with (
-            self._chunks(key, low, high) as (begin, offset, first, stop),
+            self._runs(key, low, high) as (begin, offset, first, stop),
             self.loop(first, b.add(stop, self.i64(1))) as place,
         ):
             shift = b.add(offset, b.mul(place, self.row_bytes))
@@ -199,16 +201,22 @@ class Attention(Kernel):
                 self._merge(head)
                 self._clear(head)
             self._hide(head)
-        with self._chunks(key, low, high) as (begin, offset, first, stop):
-            with self.loop(first, b.add(stop, self.i64(1))) as place:
+        lanes = self.i64(LANES)
+        with self.loop(b.sdiv(low, lanes), b.add(b.sdiv(high, lanes), self.i64(1))) as chunk:
+            start_of = b.mul(chunk, lanes)
+            to = self._smaller(high, b.add(start_of, self.i64(LANES - 1)))
+            with (
+                self._runs(key, self._larger(low, start_of), to) as (begin, offset, first, stop),
+                self.loop(first, b.add(stop, self.i64(1))) as place,
+            ):
                 shift = b.add(offset, b.mul(place, self.row_bytes))
                 self._fetch(b.add(self.v, shift))
                 keys = self._read(b.add(self.k, shift))
+                lane = b.sub(b.add(begin, place), start_of)
                 for head in range(self.group):
                     queries = self._vectors(self.at(self.queries, 4 * self.width * head))
-                    dot = self.scaled(self.dots, self.at(place, LANES * head), 4 * LANES)
+                    dot = self.scaled(self.dots, self.at(lane, LANES * head), 4 * LANES)
                     self.store(self._dot(queries, keys), dot, 4)
-            chunk = b.sdiv(begin, self.i64(LANES))
             for head in range(self.group):
                 dots = self.at(self.dots, 4 * LANES * LANES * head)
                 dots = [self.load(self._part(dots, j), floats(LANES), 4) for j in range(LANES)]
@@ -218,7 +226,7 @@ class Attention(Kernel):
             self._soften(head, head)
         for heads in self._together():
             weighted = self._no_values(heads)
-            with self._chunks(key, low, high) as (begin, offset, first, stop):
+            with self._runs(key, low, high) as (begin, offset, first, stop):
                 if heads.start == 0:
                     self._fetch_keys(b.add(key, begin))
                 with self.loop(first, b.add(stop, self.i64(1))) as place:
@@ -236,7 +244,7 @@ class Attention(Kernel):
         b = self.b
         with b.if_then(b.icmp_signed("<=", position, self.ahead_last)):
             row = b.add(self.k, self._row_of(self.ahead_pages, self.ahead_head, position))
-            for place in range(PAGE_MULTIPLE):
+            for place in range(self.run):
                 self._fetch(self.scaled(row, self.i64(place), self.row_bytes))
 
     def _query(self, tile: Any, key: Any, query: Any) -> None:

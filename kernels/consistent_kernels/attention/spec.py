@@ -9,8 +9,8 @@ from consistent_kernels.program_source import source_sha256
 KEY_TILE = 64
 """Keys of one step of the online softmax, counted from position 0."""
 
-PAGE_MULTIPLE = 16
-"""Keys of a page are a multiple of this."""
+PAGE_MULTIPLES = {"reference": 8, "llvm": 8, "triton": 16, "flash_attn": 16}
+"""Keys of a page are a multiple of this, by implementation."""
 
 DEFAULT_KEY_SPLIT = 4096
 """Keys of one split, counted from position 0; contexts up to it are never split."""

@@ -268,9 +268,10 @@ def test_attention_paged_rejects_bad_pages() -> None:
     q = torch.zeros(1, 9, 64, dtype=torch.bfloat16)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     kwargs = {"params": params, "impl": "reference", "max_query_len": 1, "max_seq_len": 1}
-    odd = torch.zeros(2, 24, 3, 64, dtype=torch.bfloat16)
-    with pytest.raises(InvalidInputError, match="block size must be a multiple of 16, got 24"):
-        attention_paged(q, odd, odd, table, lens, cu, **kwargs)
+    for impl, multiple, size in (("reference", 8, 20), ("llvm", 8, 4), ("triton", 16, 24)):
+        odd = torch.zeros(2, size, 3, 64, dtype=torch.bfloat16)
+        with pytest.raises(InvalidInputError, match=f"multiple of {multiple}, got {size}"):
+            attention_paged(q, odd, odd, table, lens, cu, **kwargs | {"impl": impl})
     heads_first = torch.zeros(2, 3, 16, 64, dtype=torch.bfloat16).transpose(1, 2)
     with pytest.raises(InvalidInputError, match="k_cache must be laid out as rows of 192"):
         attention_paged(q, heads_first, heads_first, table, lens, cu, **kwargs)

@@ -104,11 +104,12 @@ class Display:
 
     def speed(self, rates: dict[str, Any]) -> None:
         """Print how fast the two engines did equal work, on the result stream."""
-        table = Table(title=speed_title(rates), header_style="bold", box=SIMPLE, padding=(0, 1))
+        table = Table(header_style="bold", box=SIMPLE, padding=(0, 1))
         for name in SPEED_COLUMNS:
             table.add_column(name, justify="left" if name == SPEED_COLUMNS[0] else "right")
         for cells in speed_cells(rates):
             table.add_row(*cells)
+        self.result(speed_title(rates))
         self._result.print(table)
 
     def result(self, text: str) -> None:

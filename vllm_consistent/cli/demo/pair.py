@@ -34,9 +34,9 @@ from vllm_consistent.cli.demo.speed import Rates, time_rollout, warm_up
 LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 1.0
 _MICRO_BATCH_TOKENS = 512
-_CPU_BLOCK = 16
-"""Tokens of a KV page on a CPU: the samples of a prompt share its full pages, and prompts are
-shorter than vLLM's default there, 128, which stock keeps. Our attention reads all sizes alike."""
+_CPU_BLOCK = 8
+"""Tokens of a KV page on a CPU. The samples of a prompt share its full pages, each reads the rest;
+prompts are shorter than vLLM's default, 128, which stock keeps. Attention reads all sizes alike."""
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

@@ -16,6 +16,7 @@ from consistent_kernels.attention import (
     AttentionParameters,
     attention_paged,
     attention_varlen,
+    plan_attention,
     write_kv,
 )
 from consistent_kernels.attention.spec import FLASH_HEAD_DIMS, IMPLEMENTATIONS
@@ -31,6 +32,12 @@ _SHORT = ((1, 650), (256, 650))
 _LONG = ((1, 8192), (1, 32768), (8, 32768), (64, 8192), (256, 2048))
 _DECODE = {"32/8 D=128": _SHORT + _LONG, "9/3 D=64": (*_SHORT, (64, 8192))}
 _PREFILL = {"32/8 D=128": (8, 4096), "9/3 D=64": (8, 4096)}
+_REASONS = {
+    "triton": "the program for sliding windows and GPUs without FlashAttention 3: one tile of 64 "
+    "rows in every phase, no splits that follow the batch",
+    "flash_attn": "keys are split at multiples of 4,096 whatever the batch, where stock spreads "
+    "few requests over the chip; at head dim 64 prefill runs decode's tile",
+}
 _CHECKED = (1, 16, 65, 777, 2049, 4097)
 
 
@@ -93,6 +100,7 @@ def _decode(
             _stock, setting.device, params, q, pages, cu, 1, keys, seqused_k=seq_lens
         ),
         relations=relations,
+        reason=_REASONS.get(impl),
     )
 
 
@@ -107,15 +115,20 @@ def _prefill(
 ) -> Case:
     q, k, v = _qkv(setting, params, requests * length)
     cu = torch.arange(requests + 1, dtype=torch.int32, device=setting.device) * length
+    # Lengths are read once a batch, as a trainer does; stock is told them.
+    plan = plan_attention(cu, params=params, num_tokens=len(q), impl=impl, cu_seqlens_k=cu)
     return Case(
         op="attention_prefill",
         shape=f"{requests} x {length} tokens, {name}",
         impl=impl,
-        ours=functools.partial(attention_varlen, q, k, v, cu, cu, params=params, impl=impl),
+        ours=functools.partial(
+            attention_varlen, q, k, v, cu, cu, params=params, impl=impl, plan=plan
+        ),
         stock=functools.partial(
             _stock, setting.device, params, q, (k, v), cu, length, length, cu_seqlens_k=cu
         ),
         relations=relations,
+        reason=_REASONS.get(impl),
         # A program may plan its launches from the lengths, on the host; training is not captured.
         graph=False,
     )

@@ -32,7 +32,20 @@ class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
             from vllm_consistent.runner.graphs import adopt_graphs
 
             adopt_graphs(self.model_runner, DEFAULT_KEY_SPLIT)
+        self._warm_up()
         return super().compile_or_warm_up_model()
+
+    def _warm_up(self) -> None:
+        from vllm_consistent.runner.warm_up import warm_up
+
+        pages = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
+        config = self.model_config
+        warm_up(
+            attached(self.vllm_config),
+            pages[0] if pages else None,
+            config.get_vocab_size(),
+            config.max_model_len,
+        )
 
     def _adopt_runner(self) -> None:
         if self.use_v2_model_runner:

@@ -63,6 +63,32 @@ def test_compiled_graph_and_cache(checkpoint: Path, tmp_path: Path) -> None:
     assert stock["bits"] != fresh["bits"]
 
 
+@pytest.mark.parametrize("fault", [(), ("--wait",)], ids=["strict", "control"])
+def test_rollouts_compile_nothing_and_wait_for_nothing(
+    tmp_path: Path, fault: tuple[str, ...]
+) -> None:
+    model = tiny_model("qwen3")
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(PROBE.with_name("strict_probe.py")), str(tmp_path), *fault],
+        env=dict(os.environ)
+        | {
+            "VLLM_CONSISTENT": "1",
+            "VLLM_GPU_SYNC_CHECK": "error",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        },
+        capture_output=True,
+        text=True,
+    )
+    if fault:
+        assert done.returncode != 0
+        assert "sync" in done.stderr[-6000:]
+    else:
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert "sampled 36 tokens" in done.stdout
+
+
 def test_sleep_and_wake_change_no_bit(checkpoint: Path) -> None:
     from vllm import SamplingParams
 

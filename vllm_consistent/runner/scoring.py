@@ -65,7 +65,8 @@ def score_hidden(
     """As `score`, from hidden states [T, H], a fixed number of rows at a time."""
     pieces = []
     # One fp32 number a row, as the sampler has it: 0.7 as a Python float is another divisor.
-    divisor = torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
+    # Filled on the device: a copy from the host would wait for all that runs there.
+    divisor = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     for start in range(0, len(ids), PROMPT_ROWS):
         stop = start + PROMPT_ROWS
         logits = model.compute_logits(hidden[start:stop])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.experts.backward import Grads, experts_bwd_ref
 from consistent_kernels.experts.reference import LINEAR, combine_ref, expert_outputs_ref
@@ -31,9 +32,10 @@ def _expert_outputs(
     impl: str,
 ) -> torch.Tensor:
     count("experts", impl)
-    _check_ids(ids, w13.shape[0])
+    check_ids("experts", ids, w13.shape[0])
     if impl in LINEAR:
         return expert_outputs_ref(x, w13, w2, ids, limit, layout, LINEAR[impl])
+    require_cuda("experts", impl, x)
     if impl == "deep_gemm":
         from consistent_kernels.experts.deep_gemm import expert_outputs_deep_gemm
 
@@ -52,6 +54,7 @@ def _combine(
 ) -> torch.Tensor:
     if impl in LINEAR:
         return combine_ref(y, ids, weights, shared)
+    require_cuda("combine", impl, y)
     from consistent_kernels.experts.triton import combine_fwd
 
     return combine_fwd(y, ids, weights, shared)
@@ -85,13 +88,14 @@ def _(
     return y.new_empty((y.shape[0], y.shape[2]))
 
 
-def _check_ids(ids: torch.Tensor, num_experts: int) -> None:
+def check_ids(op: str, ids: torch.Tensor, num_experts: int) -> None:
+    """Raise InvalidInputError unless ids on a CPU are -1 or an expert's."""
     if ids.device.type != "cpu" or not ids.numel():
         return
     low, high = int(ids.min()), int(ids.max())
     if low < -1 or high >= num_experts:
         raise invalid(
-            "experts", "topk_ids", f"in [-1, {num_experts})", f"{low} to {high}", "-1 means nowhere"
+            op, "topk_ids", f"in [-1, {num_experts})", f"{low} to {high}", "-1 means nowhere"
         )
 
 
@@ -112,9 +116,19 @@ def prepare_expert_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str
         [E, N, K] contiguous. It does not follow later changes of `master`.
 
     Raises:
-        UnsupportedError: unknown impl.
+        InvalidInputError: not 3-D, or no floating-point dtype. UnsupportedError: unknown impl.
     """
-    require_implementation("prepare_expert_weight", impl, IMPLEMENTATIONS)
+    op = "prepare_expert_weight"
+    require_implementation(op, impl, IMPLEMENTATIONS)
+    if master.dim() != 3 or master.dtype not in _DTYPES:
+        raise invalid(
+            op,
+            "master",
+            "[E, N, K], bfloat16, float16 or float32",
+            f"{tuple(master.shape)}, {master.dtype}",
+        )
+    if dtype not in _DTYPES:
+        raise invalid(op, "dtype", "bfloat16, float16 or float32", dtype)
     return master.detach().to(dtype).to(_prepared_dtype(dtype, impl)).contiguous()
 
 
@@ -237,7 +251,7 @@ def combine(
     if y.dim() != 3 or y.dtype not in _DTYPES:
         raise invalid(op, "y", "3-D bfloat16, float16 or float32", f"{y.dim()}-D {y.dtype}")
     _validate_ids(op, topk_ids, y.shape[0], y.device)
-    _validate_slots(op, topk_ids, topk_weights)
+    validate_slots(op, topk_ids, topk_weights)
     if topk_ids.shape[1] != y.shape[1]:
         raise invalid(op, "topk_ids", f"of {y.shape[1]} slots", topk_ids.shape[1])
     if shared is not None and (
@@ -254,7 +268,7 @@ def combine(
     return torch.ops.consistent_kernels.combine(y, topk_ids, topk_weights, shared, impl)
 
 
-def _validate_slots(op: str, ids: torch.Tensor, weights: torch.Tensor) -> None:
+def validate_slots(op: str, ids: torch.Tensor, weights: torch.Tensor) -> None:
     if weights.shape != ids.shape or weights.dtype != torch.float32 or weights.device != ids.device:
         raise invalid(
             op,
@@ -293,9 +307,30 @@ def experts(
         UnsupportedError: unknown impl or layout.
     """
     if topk_ids.dim() == 2:
-        _validate_slots("experts", topk_ids, topk_weights)
+        validate_slots("experts", topk_ids, topk_weights)
     y = expert_outputs(x, w13, w2, topk_ids, limit=limit, layout=layout, impl=impl)
     return combine(y, topk_ids, topk_weights, shared, impl=impl)
+
+
+def validate_backward(
+    op: str,
+    grad_out: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    limit: float | None,
+) -> None:
+    """Raise InvalidInputError unless a gradient is like x, and ids and limit are a forward's."""
+    if grad_out.shape != x.shape or grad_out.dtype != x.dtype or grad_out.device != x.device:
+        raise invalid(
+            op,
+            "grad_out",
+            f"{x.dtype} of shape {tuple(x.shape)} on {x.device}",
+            f"{grad_out.dtype} of shape {tuple(grad_out.shape)} on {grad_out.device}",
+        )
+    check_ids(op, ids, num_experts)
+    if limit is not None and not limit > 0:
+        raise invalid(op, "limit", "positive or None", limit)
 
 
 def experts_bwd(
@@ -328,15 +363,8 @@ def experts_bwd(
     op = "experts_bwd"
     _validate_weights(op, x, w13, w2, impl)
     _validate_ids(op, topk_ids, x.shape[0], x.device)
-    _validate_slots(op, topk_ids, topk_weights)
-    shape = (x.shape[0], w2.shape[1])
-    if tuple(grad_out.shape) != shape or grad_out.dtype != x.dtype:
-        raise invalid(
-            op,
-            "grad_out",
-            f"{x.dtype} of shape {shape}",
-            f"{grad_out.dtype} of shape {tuple(grad_out.shape)}",
-        )
+    validate_slots(op, topk_ids, topk_weights)
+    validate_backward(op, grad_out, x, topk_ids, w2.shape[0], limit)
     grads = experts_bwd_ref(grad_out, x, w13, w2, topk_ids, topk_weights, limit, needs)
     grad_x = None if grads[0] is None else grads[0].to(grad_x_dtype or x.dtype)
     return grad_x, *grads[1:]

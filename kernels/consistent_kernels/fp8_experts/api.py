@@ -7,8 +7,10 @@ import dataclasses
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.experts import combine
+from consistent_kernels.experts.api import check_ids, validate_backward, validate_slots
 from consistent_kernels.experts.backward import Grads
 from consistent_kernels.experts.spec import LAYOUTS
 from consistent_kernels.fp8_experts.backward import fp8_experts_bwd_ref
@@ -66,7 +68,7 @@ def quantize_expert_weight(
         InvalidInputError: not 3-D. UnsupportedError: unknown impl or scale_format.
     """
     require_implementation("quantize_expert_weight", impl, IMPLEMENTATIONS)
-    if master.dim() != 3:
+    if master.dim() != 3 or not master.shape[0]:
         raise invalid("quantize_expert_weight", "master", "[E, N, K]", tuple(master.shape))
     options = {
         "scale_format": scale_format,
@@ -98,19 +100,11 @@ def _fp8_expert_outputs(
     impl: str,
 ) -> torch.Tensor:
     count("fp8_experts", impl)
-    if ids.device.type == "cpu" and ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        if low < -1 or high >= w13.shape[0]:
-            raise invalid(
-                "fp8_experts",
-                "topk_ids",
-                f"in [-1, {w13.shape[0]})",
-                f"{low} to {high}",
-                "-1 means nowhere",
-            )
+    check_ids("fp8_experts", ids, w13.shape[0])
     given = (x, w13, w13_scale, w2, w2_scale, ids, limit, scale_format, layout)
     if impl == "reference":
         return fp8_expert_outputs_ref(*given)
+    require_cuda("fp8_experts", impl, x)
     if impl == "deep_gemm":
         from consistent_kernels.fp8_experts.deep_gemm import fp8_expert_outputs_deep_gemm
 
@@ -184,6 +178,9 @@ def _validate(
 def _check_weight(
     op: str, name: str, weight: Fp8ExpertWeight, inner: int, device: torch.device
 ) -> None:
+    if not isinstance(weight, Fp8ExpertWeight):
+        hint = "Quantize it with quantize_expert_weight"
+        raise invalid(op, name, "a Fp8ExpertWeight", type(weight).__name__, hint)
     values, scale = weight.values, weight.scale
     if values.dim() != 3 or values.dtype != _FP8 or values.shape[2] != inner:
         raise invalid(
@@ -298,17 +295,14 @@ def fp8_experts_bwd(
     Returns:
         (grad_x [T, H] in the dtype of x, grad_w13 and grad_w2 fp32, grad_weights [T, K] fp32), None
         where not needed.
+
+    Raises:
+        InvalidInputError, UnsupportedError: as the forward.
     """
     op = "fp8_experts_bwd"
     _validate(op, x, w13, w2, topk_ids, scale_format, impl)
-    shape = (x.shape[0], w2.values.shape[1])
-    if tuple(grad_out.shape) != shape or grad_out.dtype != x.dtype:
-        raise invalid(
-            op,
-            "grad_out",
-            f"{x.dtype} of shape {shape}",
-            f"{grad_out.dtype} of shape {tuple(grad_out.shape)}",
-        )
+    validate_slots(op, topk_ids, topk_weights)
+    validate_backward(op, grad_out, x, topk_ids, w2.values.shape[0], limit)
     grads = fp8_experts_bwd_ref(
         grad_out,
         x,

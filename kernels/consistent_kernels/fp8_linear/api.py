@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref, fp8_linear_bwd_ref
 from consistent_kernels.fp8_linear.spec import BLOCK_K, IMPLEMENTATIONS, quantization_of
@@ -33,6 +34,7 @@ def _fp8_gemm(
     count("fp8_gemm", impl)
     if impl == "reference":
         return fp8_gemm_ref(x, x_scale, weight, weight_scale, out_dtype)
+    require_cuda("fp8_gemm", impl, x)
     if impl == "triton":
         from consistent_kernels.fp8_linear.triton import fp8_gemm_fwd
 
@@ -81,6 +83,21 @@ def _check_weight(op: str, weight: torch.Tensor, scale: torch.Tensor, inner: int
         raise invalid(op, "weight_scale", f"on {weight.device}", scale.device)
 
 
+def _check_rows(op: str, x: torch.Tensor, x_scale: torch.Tensor) -> None:
+    if x.dim() != 2 or x.dtype != _FP8 or not x.is_contiguous():
+        raise invalid(op, "x", f"2-D contiguous {_FP8}", f"{x.dim()}-D {x.dtype}")
+    shape = (x.shape[0], -(-x.shape[1] // BLOCK_K))
+    if x_scale.dtype != torch.float32 or tuple(x_scale.shape) != shape:
+        raise invalid(
+            op,
+            "x_scale",
+            f"float32 of shape {shape}",
+            f"{x_scale.dtype} of shape {tuple(x_scale.shape)}",
+        )
+    if x_scale.device != x.device:
+        raise invalid(op, "x_scale", f"on {x.device}", x_scale.device)
+
+
 def _check_common(op: str, scale_format: str, out_dtype: torch.dtype, impl: str) -> None:
     require_implementation(op, impl, IMPLEMENTATIONS)
     if scale_format not in SCALE_FORMATS:
@@ -125,16 +142,7 @@ def fp8_gemm(
         UnsupportedError: unknown impl, or one that cannot serve this shape, device or format.
     """
     _check_common("fp8_gemm", scale_format, out_dtype, impl)
-    if x.dim() != 2 or x.dtype != _FP8 or not x.is_contiguous():
-        raise invalid("fp8_gemm", "x", f"2-D contiguous {_FP8}", f"{x.dim()}-D {x.dtype}")
-    shape = (x.shape[0], -(-x.shape[1] // BLOCK_K))
-    if x_scale.dtype != torch.float32 or tuple(x_scale.shape) != shape:
-        raise invalid(
-            "fp8_gemm",
-            "x_scale",
-            f"float32 of shape {shape}",
-            f"{x_scale.dtype} of shape {tuple(x_scale.shape)}",
-        )
+    _check_rows("fp8_gemm", x, x_scale)
     _check_weight("fp8_gemm", weight, weight_scale, x.shape[1])
     if weight.device != x.device:
         raise invalid("fp8_gemm", "weight", f"on {x.device}", weight.device)
@@ -227,15 +235,30 @@ def fp8_linear_bwd(
     fp32 (CPU) instead of FP8, and grad_y is not quantized.
 
     Args:
-        grad_y: [M, N] bf16 or fp32; the rest as in `fp8_gemm`.
+        grad_y: [M, N], bf16, fp16 or fp32; the rest as in `fp8_gemm`.
         needs: which of (x, weight) want a gradient.
         weight_dtype: dtype of grad_weight, rounded once from fp32.
 
     Returns:
         (grad_x [M, K] fp32 on CPU and bf16 on CUDA, grad_weight [N, K]), None where not needed.
+
+    Raises:
+        InvalidInputError: shape, dtype, layout or device. UnsupportedError: unknown impl.
     """
-    require_implementation("fp8_linear_bwd", impl, IMPLEMENTATIONS)
+    op = "fp8_linear_bwd"
+    require_implementation(op, impl, IMPLEMENTATIONS)
+    _check_rows(op, x, x_scale)
+    _check_weight(op, weight, weight_scale, x.shape[1])
+    if weight.device != x.device:
+        raise invalid(op, "weight", f"on {x.device}", weight.device)
     shape = (x.shape[0], weight.shape[0])
-    if tuple(grad_y.shape) != shape:
-        raise invalid("fp8_linear_bwd", "grad_y", f"of shape {shape}", tuple(grad_y.shape))
+    if tuple(grad_y.shape) != shape or grad_y.dtype not in _OUT_DTYPES or grad_y.device != x.device:
+        raise invalid(
+            op,
+            "grad_y",
+            f"bfloat16, float16 or float32 of shape {shape} on {x.device}",
+            f"{grad_y.dtype} of shape {tuple(grad_y.shape)} on {grad_y.device}",
+        )
+    if weight_dtype not in _OUT_DTYPES:
+        raise invalid(op, "weight_dtype", "bfloat16, float16 or float32", weight_dtype)
     return fp8_linear_bwd_ref(grad_y, x, x_scale, weight, weight_scale, needs, weight_dtype)

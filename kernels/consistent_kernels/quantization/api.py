@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.quantization.layout import tma_aligned_scales
 from consistent_kernels.quantization.reference import (
@@ -41,6 +42,7 @@ def _quantize_rows(
     if impl == "reference":
         values, scale = quantize_rows_ref(x, scale_format)
         return values, tma_aligned_scales(scale) if tma_aligned else scale
+    require_cuda("quantize_rows", impl, x)
     from consistent_kernels.quantization.triton import quantize_rows_fwd
 
     return quantize_rows_fwd(x, scale_format, tma_aligned)
@@ -52,6 +54,7 @@ def _quantize_blocks(
     count("quantize_blocks", impl)
     if impl == "reference":
         return quantize_blocks_ref(weight, scale_format)
+    require_cuda("quantize_blocks", impl, weight)
     from consistent_kernels.quantization.triton import quantize_blocks_fwd
 
     return quantize_blocks_fwd(weight, scale_format)
@@ -150,7 +153,7 @@ def quantize_weight(
     Args:
         master: [N, K], fp32 or the model dtype.
         scale_format, impl: as in `quantize_blocks`.
-        model_dtype: bf16 or fp16.
+        model_dtype: bf16, fp16 or fp32.
 
     Returns:
         (q [N, K] float8_e4m3fn, s [ceil(N / 128), ceil(K / 128)] fp32). They do not follow later
@@ -162,6 +165,8 @@ def quantize_weight(
     """
     # FP8 values would be taken for a master without their scales.
     _validate("quantize_weight", "master", master, scale_format, impl)
+    if model_dtype not in _DTYPES:
+        raise UnsupportedError("quantize_weight", f"model_dtype {model_dtype}", _DTYPES)
     rounded = master.detach().to(model_dtype)
     return quantize_blocks(rounded, scale_format=scale_format, impl=impl)
 
@@ -170,7 +175,7 @@ def dequantize_rows(
     values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return q * s [M, K] in fp32, then rounded to `dtype`; s: [M, ceil(K / 128)]."""
-    _check_pair("dequantize_rows", values, scale, 1)
+    _check_pair("dequantize_rows", values, scale, 1, dtype)
     return dequantize_rows_ref(values, scale).to(dtype)
 
 
@@ -178,11 +183,13 @@ def dequantize_blocks(
     values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return q * s [N, K] in fp32, then rounded to `dtype`; s: [ceil(N / 128), ceil(K / 128)]."""
-    _check_pair("dequantize_blocks", values, scale, GROUP)
+    _check_pair("dequantize_blocks", values, scale, GROUP, dtype)
     return dequantize_blocks_ref(values, scale).to(dtype)
 
 
-def _check_pair(op: str, values: torch.Tensor, scale: torch.Tensor, group_rows: int) -> None:
+def _check_pair(
+    op: str, values: torch.Tensor, scale: torch.Tensor, group_rows: int, dtype: torch.dtype
+) -> None:
     if values.dim() != 2 or values.dtype != torch.float8_e4m3fn:
         raise invalid(op, "values", "2-D float8_e4m3fn", f"{values.dim()}-D {values.dtype}")
     shape = (-(-values.shape[0] // group_rows), -(-values.shape[1] // GROUP))
@@ -190,3 +197,7 @@ def _check_pair(op: str, values: torch.Tensor, scale: torch.Tensor, group_rows: 
         raise invalid(
             op, "scale", f"float32 of shape {shape}", f"{scale.dtype} of shape {tuple(scale.shape)}"
         )
+    if scale.device != values.device:
+        raise invalid(op, "scale", f"on {values.device}", scale.device)
+    if dtype not in _DTYPES:
+        raise UnsupportedError(op, f"dtype {dtype}", _DTYPES)

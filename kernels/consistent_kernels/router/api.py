@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.router.parameters import RouterParameters
 from consistent_kernels.router.reference import router_bwd_ref, router_ref
@@ -46,6 +47,7 @@ def _router(
     )
     if impl == "reference":
         return router_ref(logits, bias, forced, valid, parameters)
+    require_cuda("router", impl, logits)
     from consistent_kernels.router.triton import router_fwd
 
     return router_fwd(logits, bias, forced, valid, parameters)
@@ -176,16 +178,19 @@ def router_bwd(
     """Gradient of the weights; both implementations use the PyTorch form, in fp32.
 
     Args:
-        grad_weights: [T, K]; logits: [T, E] fp32; ids: [T, K] as `router` returned them.
+        grad_weights: [T, K] fp32; logits: [T, E] fp32; ids: [T, K] as `router` returned them.
 
     Returns:
         [T, E] fp32. The choice of experts and the correction bias have no gradient.
+
+    Raises:
+        InvalidInputError: shape, dtype or device. UnsupportedError: unknown impl.
     """
-    _validate("router_bwd", logits, parameters, impl)
+    op, device = "router_bwd", logits.device
+    _validate(op, logits, parameters, impl)
     shape = (logits.shape[0], parameters.top_k)
-    _require("router_bwd", "ids", ids, shape, _INTEGERS, logits.device)
-    if tuple(grad_weights.shape) != shape:
-        raise invalid("router_bwd", "grad_weights", f"of shape {shape}", tuple(grad_weights.shape))
+    _require(op, "ids", ids, shape, _INTEGERS, device)
+    _require(op, "grad_weights", grad_weights, shape, (torch.float32,), device)
     return router_bwd_ref(grad_weights, logits, ids, parameters)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from consistent_kernels.contract import Scalar, float_bits
@@ -35,6 +36,11 @@ class RouterParameters:
 
     def __post_init__(self) -> None:
         op = "router"
+        for name in ("num_experts", "top_k", "num_groups", "top_groups"):
+            if type(getattr(self, name)) is not int:
+                raise invalid(op, name, "an int", repr(getattr(self, name)))
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise invalid(op, "scale", "positive and finite", self.scale)
         if self.scoring not in SCORINGS:
             raise UnsupportedError(op, f"scoring {self.scoring!r}", SCORINGS)
         if not 1 <= self.top_k <= self.num_experts:

@@ -8,7 +8,7 @@ from expert_cases import SHAPES, prepared, routing, tokens
 from expert_gradients import TINY, U, graph, magnitudes
 
 from consistent_kernels.errors import InvalidInputError
-from consistent_kernels.experts import experts_bwd
+from consistent_kernels.experts import experts_bwd, prepare_expert_weight
 from consistent_kernels.testing import hazard_activations
 
 
@@ -111,3 +111,33 @@ def test_experts_bwd_rejects_bad_inputs() -> None:
         InvalidInputError, match=r"grad_out must be torch\.bfloat16 of shape \(3, 64\)"
     ):
         experts_bwd(torch.zeros(3, 64), **given, impl="reference")
+    grad = torch.zeros(3, 64, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInputError, match=r"grad_out must be .* on cpu, got .* on meta"):
+        experts_bwd(grad.to("meta"), **given, impl="reference")
+    with pytest.raises(InvalidInputError, match=r"limit must be positive or None, got -1\.0"):
+        experts_bwd(grad, **given, limit=-1.0, impl="reference")
+    for name, value, text in (
+        (
+            "topk_ids",
+            torch.full_like(given["topk_ids"], 8),
+            r"topk_ids must be in \[-1, 8\), got 8",
+        ),
+        (
+            "topk_weights",
+            given["topk_weights"][:2],
+            r"topk_weights must be torch\.float32 of shape",
+        ),
+    ):
+        with pytest.raises(InvalidInputError, match="experts_bwd: " + text):
+            experts_bwd(grad, **(given | {name: value}), impl="reference")
+
+
+def test_prepare_expert_weight_rejects_bad_inputs() -> None:
+    master = torch.zeros(2, 4, 6)
+    for value, dtype, text in (
+        (master[0], torch.bfloat16, r"master must be \[E, N, K\], .*, got \(4, 6\)"),
+        (master.int(), torch.bfloat16, r"master must be .*, got \(2, 4, 6\), torch\.int32"),
+        (master, torch.int8, r"dtype must be bfloat16, float16 or float32, got torch\.int8"),
+    ):
+        with pytest.raises(InvalidInputError, match="prepare_expert_weight: " + text):
+            prepare_expert_weight(value, dtype=dtype, impl="reference")

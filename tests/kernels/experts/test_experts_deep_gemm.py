@@ -15,7 +15,12 @@ from interpreted import output_interpreted
 
 from consistent_kernels import deep_gemm_start as start
 from consistent_kernels.errors import NumericsError, UnsupportedError
-from consistent_kernels.experts import deep_gemm_grouped, deep_gemm_start, expert_outputs
+from consistent_kernels.experts import (
+    deep_gemm,
+    deep_gemm_grouped,
+    deep_gemm_start,
+    expert_outputs,
+)
 from consistent_kernels.experts.deep_gemm_places import PLACE_ALIGNMENT, contiguous_places
 from consistent_kernels.experts.deep_gemm_start import GroupedGemmShape, layer_shapes
 from consistent_kernels.testing import assert_bitwise_equal
@@ -158,7 +163,7 @@ def test_experts_deep_gemm_rejects_other_dtypes() -> None:
     w13, w2 = prepared(shape, "deep_gemm", "cpu", dtype=torch.float16)
     ids, _ = routing(shape, 3, "cpu", seed=2)
     with pytest.raises(UnsupportedError, match=r"float16 .* supported: torch\.bfloat16"):
-        expert_outputs(x, w13, w2, ids, impl="deep_gemm")
+        deep_gemm.expert_outputs_deep_gemm(x, w13, w2, ids, None, "contiguous")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

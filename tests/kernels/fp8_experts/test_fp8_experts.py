@@ -314,5 +314,30 @@ def test_fp8_experts_reject_bad_inputs() -> None:
         call(topk_ids=torch.zeros_like(ids), layout="masked")
     with pytest.raises(UnsupportedError, match="impl 'cutlass' is not supported; supported: ref"):
         call(impl="cutlass")
-    with pytest.raises(InvalidInputError, match=r"master must be \[E, N, K\], got \(2, 2\)"):
-        quantize_expert_weight(torch.zeros(2, 2), scale_format="fp32", impl="reference")
+    with pytest.raises(InvalidInputError, match="w13 must be a Fp8ExpertWeight, got Tensor"):
+        call(w13=w13.values)
+    for master in (torch.zeros(2, 2), torch.zeros(0, 256, 128)):
+        with pytest.raises(InvalidInputError, match=r"master must be \[E, N, K\], got \("):
+            quantize_expert_weight(master, scale_format="fp32", impl="reference")
+
+
+def test_fp8_experts_bwd_rejects_bad_inputs() -> None:
+    x = tokens(SHAPE, 3, "cpu", seed=15)
+    ids, weights = routing(SHAPE, 3, "cpu", seed=16)
+    w13, w2 = quantized(SHAPE, "reference", "cpu", "fp32")
+    given = {"grad_out": x, "x": x, "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights}
+    given |= {"scale_format": "fp32", "impl": "reference"}
+    for name, value, text in (
+        (
+            "grad_out",
+            x.float(),
+            r"grad_out must be torch\.bfloat16 of shape \(3, 256\) on cpu, got",
+        ),
+        ("grad_out", x.to("meta"), r"grad_out must be .* on cpu, got .* on meta"),
+        ("topk_weights", weights[:2], r"topk_weights must be torch\.float32 of shape \(3, 3\)"),
+        ("topk_weights", weights.bfloat16(), r"topk_weights must be .*, got torch\.bfloat16"),
+        ("topk_ids", torch.full_like(ids, 6), r"topk_ids must be in \[-1, 6\), got 6 to 6"),
+        ("limit", 0.0, r"limit must be positive or None, got 0\.0"),
+    ):
+        with pytest.raises(InvalidInputError, match="fp8_experts_bwd: " + text):
+            fp8_experts_bwd(**(given | {name: value}))

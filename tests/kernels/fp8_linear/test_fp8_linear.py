@@ -382,5 +382,29 @@ def test_fp8_linear_rejects_bad_inputs() -> None:
         fp8_gemm(quantized[0], quantized[1][:1], values, scale, **good)
     with pytest.raises(InvalidInputError, match="x must be 2-D contiguous"):
         fp8_gemm(x, quantized[1], values, scale, **good)
-    with pytest.raises(InvalidInputError, match=r"grad_y must be of shape \(2, 128\)"):
-        fp8_linear_bwd(x, *quantized, values, scale, impl="reference")
+    with pytest.raises(InvalidInputError, match="x_scale must be on cpu, got meta"):
+        fp8_gemm(quantized[0], quantized[1].to("meta"), values, scale, **good)
+
+
+def test_fp8_linear_bwd_rejects_bad_inputs() -> None:
+    x, x_scale = quantize_rows(
+        torch.ones(2, 256, dtype=torch.bfloat16), scale_format="fp32", impl="reference"
+    )
+    values, scale = weights(128, 256, "reference", "cpu")
+    given = {"grad_y": torch.ones(2, 128), "x": x, "x_scale": x_scale, "weight": values}
+    given |= {"weight_scale": scale, "impl": "reference"}
+    op = "fp8_linear_bwd: "
+    for name, value, text in (
+        ("grad_y", torch.ones(2, 64), r"grad_y must be .* of shape \(2, 128\) on cpu, got .*64"),
+        ("grad_y", torch.ones(2, 128).int(), r"grad_y must be .*, got torch\.int32"),
+        ("grad_y", torch.ones(2, 128, device="meta"), r"grad_y must be .* on cpu, got .* on meta"),
+        ("x", torch.ones(2, 256), r"x must be 2-D contiguous .*, got 2-D torch\.float32"),
+        ("x_scale", x_scale[:1], r"x_scale must be float32 of shape \(2, 2\), got .*\(1, 2\)"),
+        ("weight", values.float(), r"weight must be .*Quantize it with quantize_weight"),
+        ("weight_scale", scale[:, :1], r"weight_scale must be float32 of shape \(1, 2\)"),
+        ("weight_dtype", torch.int32, r"weight_dtype must be bfloat16, float16 or float32, got"),
+    ):
+        with pytest.raises(InvalidInputError, match=op + text):
+            fp8_linear_bwd(**(given | {name: value}))
+    with pytest.raises(UnsupportedError, match=r"'cutlass' .* reference, triton, deep_gemm"):
+        fp8_linear_bwd(**(given | {"impl": "cutlass"}))

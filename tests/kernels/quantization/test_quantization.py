@@ -368,3 +368,9 @@ def test_quantize_rejects_bad_inputs() -> None:
         dequantize_rows(values, scale[:1])
     with pytest.raises(InvalidInputError, match=r"values must be 2-D float8_e4m3fn"):
         dequantize_blocks(x, scale)
+    with pytest.raises(InvalidInputError, match="scale must be on cpu, got meta"):
+        dequantize_rows(values, scale.to("meta"))
+    with pytest.raises(UnsupportedError, match=r"dtype torch\.int32 .* torch\.bfloat16"):
+        dequantize_rows(values, scale, torch.int32)
+    with pytest.raises(UnsupportedError, match=r"quantize_weight: model_dtype torch\.int8 is not"):
+        quantize_weight(x, **good, model_dtype=torch.int8)

@@ -289,3 +289,9 @@ def test_router_parameters_reject_what_cannot_be() -> None:
         RouterParameters(8, 2, "softmax", renormalize=True, num_groups=3)
     with pytest.raises(InvalidInputError, match="enough groups of 2 experts for top_k=3, got 1"):
         RouterParameters(8, 3, "softmax", renormalize=True, num_groups=4, top_groups=1)
+    for scale in (float("nan"), float("inf"), 0.0, -2.5):
+        with pytest.raises(InvalidInputError, match="scale must be positive and finite, got"):
+            RouterParameters(8, 2, "softmax", renormalize=True, scale=scale)
+    for wrong in (2.0, True, "2"):
+        with pytest.raises(InvalidInputError, match=f"top_k must be an int, got {wrong!r}"):
+            RouterParameters(8, wrong, "softmax", renormalize=True)

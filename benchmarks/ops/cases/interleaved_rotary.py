@@ -9,9 +9,10 @@ import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
-from consistent_kernels.interleaved_rotary import interleaved_rotary
+from consistent_kernels.interleaved_rotary import interleaved_rotary, interleaved_rotary_
 from consistent_kernels.interleaved_rotary.spec import IMPLEMENTATIONS
 from consistent_kernels.rotary import RopeParameters, rope_tables
+from consistent_kernels.testing import assert_bitwise_equal
 
 OP = "interleaved_rotary"
 _FORMS = {"v32": (128, 64, False), "v4 inverse": (64, 512, True)}
@@ -43,6 +44,19 @@ def cases(setting: Setting) -> Iterator[Case]:
                     relations=relations,
                     reason=_REASON,
                 )
+                yield Case(
+                    op="interleaved_rotary_",
+                    shape=f"{name} M={m} heads={heads} D={head_dim}",
+                    impl=impl,
+                    ours=functools.partial(
+                        interleaved_rotary_, positions[:m], x[:m].clone(), rope=rope,
+                        inverse=inverse, impl=impl,
+                    ),
+                    stock=_stock(positions[:m], x[:m].clone(), rope, inverse),
+                    relations=functools.partial(
+                        _in_place, run, positions, x, rope, inverse, impl
+                    ),
+                )  # fmt: skip
 
 
 def _ours(
@@ -54,6 +68,18 @@ def _ours(
     rows: slice,
 ) -> torch.Tensor:
     return interleaved_rotary(positions[rows], x[rows], rope=rope, inverse=inverse, impl=impl)
+
+
+def _in_place(
+    run: Callable[[slice], torch.Tensor],
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    rope: RopeParameters,
+    inverse: bool,
+    impl: str,
+) -> None:
+    turned = interleaved_rotary_(positions, x.clone(), rope=rope, inverse=inverse, impl=impl)
+    assert_bitwise_equal(turned, run(slice(None)), "in place against a copy")
 
 
 def _stock(

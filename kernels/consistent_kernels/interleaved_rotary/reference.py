@@ -22,14 +22,25 @@ def interleaved_rotary_ref(
     Returns:
         [T, heads, D], dtype of x, contiguous.
     """
+    out = x.clone(memory_format=torch.contiguous_format)
+    interleaved_rotary_in_place_ref(positions, out, cos_table, sin_table, inverse)
+    return out
+
+
+def interleaved_rotary_in_place_ref(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    cos_table: torch.Tensor,
+    sin_table: torch.Tensor,
+    inverse: bool,
+) -> None:
+    """`interleaved_rotary_ref`, written over the last columns of x."""
     half = cos_table.shape[1]
     first = x.shape[2] - 2 * half
-    out = x.clone(memory_format=torch.contiguous_format)
     pairs = x[..., first:].float().unflatten(-1, (half, 2))
     even, odd = pairs[..., 0], pairs[..., 1]
     cos = cos_table.index_select(0, positions).unsqueeze(1)
     sin = sin_table.index_select(0, positions).unsqueeze(1)
     sin = -sin if inverse else sin
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    out[..., first:] = turned.flatten(-2).to(x.dtype)
-    return out
+    x[..., first:] = turned.flatten(-2).to(x.dtype)

@@ -1,4 +1,7 @@
-"""Interleaved rotary in Triton, elementwise: one program a token and a few heads."""
+"""Interleaved rotary in Triton, elementwise: one program a token and a few heads.
+
+Two kernels with equal bits: one writes a new tensor, one turns the last columns where they stand.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +79,58 @@ def interleaved_rotary_fwd(
             INVERSE=inverse, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+@triton.jit(
+    do_not_specialize=["heads", "max_position"], do_not_specialize_on_alignment=["positions_ptr"]
+)
+def _interleaved_rotary_in_place_kernel(
+    positions_ptr,  # [T]
+    x_ptr,  # [T, heads, D], strides x_stride, head_stride; its last 2 * HALF columns are turned
+    cos_ptr,  # [max_position, HALF] fp32
+    sin_ptr,  # [max_position, HALF] fp32
+    x_stride,
+    head_stride,
+    heads,
+    max_position,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    known = (pair < HALF) & (position >= 0) & (position < max_position)
+    cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
+    sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
+    if INVERSE:
+        sin = -sin
+    # One thread holds both elements of a pair, so none is overwritten before it is read.
+    row = x_ptr + token * x_stride + head[:, None] * head_stride + (D - 2 * HALF)
+    inside = (head < heads)[:, None] & (pair < HALF)[None, :]
+    even_at, odd_at = row + 2 * pair[None, :], row + 2 * pair[None, :] + 1
+    even = tl.load(even_at, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(odd_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(even_at, (even * cos - odd * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(odd_at, (odd * cos + even * sin).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def interleaved_rotary_in_place(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inverse: bool,
+) -> None:
+    """Launch the kernel over x [T, heads, D], whose columns are contiguous and rows aligned."""
+    tokens, heads, width = x.shape
+    half = cos.shape[1]
+    if tokens:
+        _interleaved_rotary_in_place_kernel[(tokens, triton.cdiv(heads, HEADS))](
+            positions, x, cos, sin, x.stride(0), x.stride(1), heads, cos.shape[0],
+            D=width, HALF=half, BLOCK_HALF=triton.next_power_of_2(half), HEADS=HEADS,
+            INVERSE=inverse, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

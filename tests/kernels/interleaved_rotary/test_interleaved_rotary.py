@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
-from consistent_kernels.interleaved_rotary import interleaved_rotary
+from consistent_kernels.interleaved_rotary import interleaved_rotary, interleaved_rotary_
 from consistent_kernels.rotary import RopeParameters, rope_tables
 from consistent_kernels.testing import (
     BATCH_SIZES,
@@ -80,6 +80,43 @@ def test_interleaved_rotary_ignores_poison(impl_device: tuple[str, str]) -> None
     )
 
 
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("inverse", [False, True])
+def test_interleaved_rotary_in_place_equals_the_copy(
+    impl_device: tuple[str, str], rope: RopeParameters, inverse: bool
+) -> None:
+    impl, device = impl_device
+    positions, x = inputs(rope, device)
+    for rows in BATCH_SIZES:
+        part = slice(TOKENS - rows, TOKENS)
+        expected = interleaved_rotary(
+            positions[part], x[part], rope=rope, inverse=inverse, impl=impl
+        )
+        turned = x[part].clone()
+        out = interleaved_rotary_(positions[part], turned, rope=rope, inverse=inverse, impl=impl)
+        assert out is turned
+        assert_bitwise_equal(turned, expected)
+    # Heads inside wider rows: what stands beside them stays.
+    wide = torch.cat((x, x), dim=1)
+    interleaved_rotary_(positions, wide[:, 2:5], rope=rope, inverse=inverse, impl=impl)
+    expected = torch.cat((x, x), dim=1)
+    expected[:, 2:5] = interleaved_rotary(
+        positions, expected[:, 2:5], rope=rope, inverse=inverse, impl=impl
+    )
+    assert_bitwise_equal(wide, expected)
+
+
+def test_interleaved_rotary_in_place_rejects_what_it_cannot_turn() -> None:
+    positions, x = inputs(ROPES[0], "cpu")
+    turn = {"rope": ROPES[0], "impl": "reference"}
+    with pytest.raises(InvalidInputError, match="interleaved_rotary_: x must be without a grad"):
+        interleaved_rotary_(positions, x.clone().requires_grad_(), **turn)
+    with pytest.raises(InvalidInputError, match="x must be with contiguous columns"):
+        interleaved_rotary_(positions, x.transpose(1, 2).contiguous().transpose(1, 2), **turn)
+    with pytest.raises(InvalidInputError, match="x must be with contiguous columns"):
+        interleaved_rotary_(positions, x[:, :1].expand(-1, 9, -1), **turn)
+
+
 def test_interleaved_rotary_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     positions, x = inputs(ROPES[1], device)
@@ -145,7 +182,10 @@ def test_interleaved_rotary_grad_matches_reference(impl_device: tuple[str, str])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_interleaved_rotary_cross_compiles(arch: int) -> None:
     from consistent_kernels.interleaved_rotary.spec import HEADS, NUM_WARPS
-    from consistent_kernels.interleaved_rotary.triton import _interleaved_rotary_fwd_kernel
+    from consistent_kernels.interleaved_rotary.triton import (
+        _interleaved_rotary_fwd_kernel,
+        _interleaved_rotary_in_place_kernel,
+    )
 
     signature = {
         "positions_ptr": "*i64", "x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
@@ -153,15 +193,21 @@ def test_interleaved_rotary_cross_compiles(arch: int) -> None:
         "max_position": "i32",
     }  # fmt: skip
     constexprs = {"D": 512, "HALF": 32, "BLOCK_D": 512, "HEADS": HEADS, "INVERSE": True}
-    cubin = cross_compile(
-        _interleaved_rotary_fwd_kernel,
-        arch=arch,
-        signature=signature,
-        constexprs=constexprs,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
-    assert cubin.startswith(b"\x7fELF")
+    in_place = {name: kind for name, kind in signature.items() if name != "out_ptr"}
+    pairs = {"D": 512, "HALF": 32, "BLOCK_HALF": 32, "HEADS": HEADS, "INVERSE": True}
+    for kernel, types, constants in (
+        (_interleaved_rotary_fwd_kernel, signature, constexprs),
+        (_interleaved_rotary_in_place_kernel, in_place, pairs),
+    ):
+        cubin = cross_compile(
+            kernel,
+            arch=arch,
+            signature=types,
+            constexprs=constants,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+        assert cubin.startswith(b"\x7fELF")
 
 
 def test_interleaved_rotary_rejects_bad_inputs() -> None:

@@ -7,6 +7,9 @@ import torch
 from consistent_kernels.blocks import BlockPrograms
 from consistent_kernels.sparse_attention import require_backward
 
+AS_THEY_ARE = "a trainer's block runs the engine's kernels as they are"
+"""Why torch.compile stays out: it would leave out the rounding of a master to bf16, for one."""
+
 
 class PackedAttention(torch.nn.Module):
     """Masters by name; those of the indexer are buffers, since no gradient flows into it."""

@@ -16,7 +16,7 @@ from consistent_kernels.kv_cache_fp8 import (
 )
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
-from train_bridge.blocks.packed_attention import PackedAttention
+from train_bridge.blocks.packed_attention import AS_THEY_ARE, PackedAttention
 from train_bridge.blocks.packing import PackedSequences
 
 
@@ -55,6 +55,7 @@ class PackedV32Attention(PackedAttention):
         ops.backward = self.backward_name
         return ops
 
+    @torch.compiler.disable(reason=AS_THEY_ARE)
     def forward(self, hidden: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
         """Attend inside each sequence.
 

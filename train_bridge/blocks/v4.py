@@ -17,7 +17,7 @@ from consistent_kernels.kv_cache_fp8 import V4
 from consistent_kernels.sparse_attention import window_and_selected
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
-from train_bridge.blocks.packed_attention import PackedAttention
+from train_bridge.blocks.packed_attention import AS_THEY_ARE, PackedAttention
 from train_bridge.blocks.packing import PackedSequences
 from train_bridge.blocks.v32 import index_keys
 
@@ -40,6 +40,7 @@ class PackedV4Attention(PackedAttention):
         super().__init__(list(v4_weight_shapes(params)), weights, programs, backward)
         self.params = params
 
+    @torch.compiler.disable(reason=AS_THEY_ARE)
     def forward(self, hidden: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
         """Attend inside each sequence.
 

@@ -30,7 +30,9 @@ def _facts(params: V32Parameters | V4Parameters) -> dict[str, Scalar]:
     facts: dict[str, Scalar] = {
         "block": type(params).__name__,
         # The order of the ops, what lies between them, and V3.2's layer norm.
-        "block_source": source_sha256("blocks", "ops.py", form, shared=("tree.py",)),
+        "block_source": source_sha256(
+            "blocks", "ops.py", "layer_norm.py", form, shared=("tree.py",)
+        ),
     }
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from consistent_kernels.blocks.layer_norm import index_layer_norm
 from consistent_kernels.blocks.parameters import BlockPrograms
 from consistent_kernels.compressor import (
     CompressorParameters,
@@ -21,7 +22,6 @@ from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.rms_norm import rms_norm
 from consistent_kernels.rotary import RopeParameters, rotary
 from consistent_kernels.sparse_attention import sparse_attention, sparse_attention_fp8
-from consistent_kernels.tree import halving_sum
 
 
 def check_weights(
@@ -42,7 +42,8 @@ def check_weights(
 class BlockOps:
     """Calls the ops of a block on its weights, with the programs that were chosen.
 
-    `prepared` weights are made at their first use; make a new object after an update.
+    Weights are rounded by `prepare`, or at their first use; make a new object after an update. An
+    engine prepares: a compiler that saw the cast to bf16 and back would leave it out.
     """
 
     def __init__(
@@ -75,6 +76,29 @@ class BlockOps:
             self._prepared[name] = self.weights[name].detach().to(self.dtype).contiguous()
         return self._prepared[name]
 
+    def exact(self, name: str) -> torch.Tensor:
+        """Return a weight in fp32, contiguous."""
+        if name not in self._prepared:
+            self._prepared[name] = self.weights[name].detach().float().contiguous()
+        return self._prepared[name]
+
+    def prepare(
+        self,
+        linears: Iterable[str],
+        fp32_linears: Iterable[str],
+        others: Iterable[str],
+        exact: Iterable[str] = (),
+    ) -> None:
+        """Round the weights now: of linears, of those with fp32 results, of other ops; or not."""
+        for name in exact:
+            self.exact(name)
+        for name in linears:
+            self.prepared(name)
+        for name in fp32_linears:
+            self.prepared(name, torch.float32)
+        for name in others:
+            self.rounded(name)
+
     def linear(
         self, x: torch.Tensor, name: str, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -89,7 +113,7 @@ class BlockOps:
     def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
         """RMS norm by the weight of that name, or by ones."""
         if name is None:
-            weight = torch.ones(x.shape[-1], dtype=self.dtype, device=x.device)
+            weight = torch.full(x.shape[-1:], 1.0, dtype=self.dtype, device=x.device)
         else:
             weight = self.rounded(name)
         return rms_norm(x, weight, eps, impl=self.programs.other)
@@ -113,17 +137,9 @@ class BlockOps:
         return rotary(positions, q, k, rope=rope, impl=self.programs.other)
 
     def layer_norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
-        """(x - mean) / sqrt(var + eps) * w + b in fp32 with halving trees, rounded once.
-
-        For the indexer's keys of V3.2 (vLLM `LayerNorm`, whose w and b are fp32). Elementwise
-        PyTorch and a written-down tree, so a row's bits depend on that row alone on any device.
-        """
-        x32, size = x.float(), x.shape[-1]
-        centered = x32 - halving_sum(x32).unsqueeze(-1) / size
-        variance = halving_sum(centered * centered).unsqueeze(-1) / size
-        normed = centered / (variance + eps).sqrt()
-        weight, bias = (self.weights[key].detach().float() for key in (name, f"{name}_bias"))
-        return (normed * weight + bias).to(x.dtype)
+        """`index_layer_norm` by the weight and bias of that name, in fp32 (V3.2's index keys)."""
+        weight, bias = (self.exact(key) for key in (name, f"{name}_bias"))
+        return index_layer_norm(x, weight, bias, eps)
 
     def compressor_state(
         self, kv_score: torch.Tensor, name: str, positions: torch.Tensor

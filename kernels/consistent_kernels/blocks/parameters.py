@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from consistent_kernels.compressor import CompressorParameters
 from consistent_kernels.errors import UnsupportedError
@@ -66,7 +67,10 @@ class V32Parameters:
     scale: float
     index_norm_eps: float = 1e-6
 
-    @property
+    def __post_init__(self) -> None:
+        _ = self.index_rope  # made once: torch.compile cannot trace the making
+
+    @functools.cached_property
     def index_rope(self) -> RopeParameters:
         """The same tables over the first 64 of the indexer's 128 columns."""
         return dataclasses.replace(self.rope, head_dim=INDEX_DIM, rotary_dim=ROPE)
@@ -101,28 +105,30 @@ class V4Parameters:
     def __post_init__(self) -> None:
         if self.ratio not in COMPRESS_RATIOS:
             raise UnsupportedError("V4Parameters", f"ratio {self.ratio}", COMPRESS_RATIOS)
+        # Made once: torch.compile cannot trace the making.
+        _ = self.head_rope, self.index_rope, self.compressor, self.index_compressor
 
     @property
     def scale(self) -> float:
         """Of the scores: no yarn factor in V4."""
         return LATENT**-0.5
 
-    @property
+    @functools.cached_property
     def head_rope(self) -> RopeParameters:
         """The tables over the last 64 of 512 columns."""
         return dataclasses.replace(self.rope, head_dim=LATENT, rotary_dim=ROPE)
 
-    @property
+    @functools.cached_property
     def index_rope(self) -> RopeParameters:
         """The tables over the last 64 of the indexer's 128 columns."""
         return dataclasses.replace(self.rope, head_dim=INDEX_DIM, rotary_dim=ROPE)
 
-    @property
+    @functools.cached_property
     def compressor(self) -> CompressorParameters:
         """Of the attention's own entries."""
         return CompressorParameters(self.ratio, self.ratio == 4, LATENT, self.norm_eps)
 
-    @property
+    @functools.cached_property
     def index_compressor(self) -> CompressorParameters:
         """Of the indexer's keys."""
         return CompressorParameters(self.ratio, self.ratio == 4, INDEX_DIM, self.norm_eps)

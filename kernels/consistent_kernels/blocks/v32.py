@@ -132,6 +132,12 @@ class PagedV32Attention:
         check_weights("PagedV32Attention", weights, v32_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)
+        self.ops.prepare(
+            ("q_a", "q_b", "kv_a", "out", "index_q", "index_k", "index_weights"),
+            (),
+            ("q_norm", "kv_norm", "k_up", "v_up"),
+            ("index_norm", "index_norm_bias"),
+        )
         self.max_seq_len = max_seq_len
         self.workspace = None
         if programs.read == "workspace":

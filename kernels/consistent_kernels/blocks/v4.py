@@ -38,6 +38,8 @@ from consistent_kernels.kv_cache_fp8 import (
 from consistent_kernels.sparse_attention import window_and_selected
 from consistent_kernels.sparse_topk import sparse_topk
 
+_LINEARS = ("q_a", "q_b", "kv", "out_b", "index_q", "index_weights")
+
 
 @dataclasses.dataclass(frozen=True)
 class Projections:
@@ -160,6 +162,12 @@ class PagedV4Attention:
         self.params = params
         self.ops = BlockOps(weights, programs)
         self.cache = new_cache(blocks, block_size, V4, device)
+        compressors = [name for name in ("compress", "index_compress") if name in weights]
+        self.ops.prepare(
+            [name for name in _LINEARS if name in weights],
+            compressors,
+            ["q_norm", "kv_norm", "out_a", *(f"{name}_norm" for name in compressors)],
+        )
         self.max_seq_len = max_seq_len
         self.workspace = None
         if programs.read == "workspace":

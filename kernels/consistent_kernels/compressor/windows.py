@@ -69,7 +69,7 @@ def paged_windows(
     Raises:
         InvalidInputError: on a CPU, a request or a position that the block table does not hold.
     """
-    if positions.device.type == "cpu":
+    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
         op, tokens = "paged_windows", block_table.shape[1] * block_size
         check_range(op, "requests", requests, 0, len(block_table))
         check_range(op, "positions", positions, 0, tokens)

@@ -24,6 +24,24 @@ _LIBRARY.define(
     "indexer_scores_paged(Tensor q, Tensor weights, Tensor cache, Tensor block_table, "
     "Tensor? requests, Tensor context_lens, Tensor? schedule, int columns, str impl) -> Tensor"
 )
+_LIBRARY.define(
+    "fold_indexer_weights(Tensor weights, Tensor q_scale, float softmax_scale, float head_scale) "
+    "-> Tensor"
+)
+
+
+def _fold_indexer_weights(
+    weights: torch.Tensor, q_scale: torch.Tensor, softmax_scale: float, head_scale: float
+) -> torch.Tensor:
+    return weights.float() * q_scale * softmax_scale * head_scale
+
+
+_LIBRARY.impl("fold_indexer_weights", _fold_indexer_weights, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::fold_indexer_weights", lib=_LIBRARY)
+def _(weights: torch.Tensor, q_scale: torch.Tensor, *_: float) -> torch.Tensor:
+    return torch.empty_like(q_scale)
 
 
 def _scores(
@@ -189,7 +207,9 @@ def quantize_indexer_q(
         values, scale = quantize_rows(
             q.reshape(tokens * heads, dim), scale_format="ue8m0", impl=impl
         )
-        folded = weights.float() * scale.view(tokens, heads) * softmax_scale * head_scale
+        folded = torch.ops.consistent_kernels.fold_indexer_weights(
+            weights, scale.view(tokens, heads), softmax_scale, head_scale
+        )
     return values.view(tokens, heads, dim), folded
 
 

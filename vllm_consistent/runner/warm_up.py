@@ -24,7 +24,13 @@ def warm_up(contract: Contract, pages: torch.Tensor | None, vocab: int, longest:
     device = torch.device("cuda") if pages is None else pages.device
     logits = torch.zeros(2, vocab, dtype=torch.float32, device=device)
     ids = torch.zeros(2, dtype=torch.int64, device=device)
-    score(logits, ids, torch.ones(2, device=device), 0, contract.implementation("token_logprobs"))
+    score(
+        logits,
+        ids,
+        torch.ones(2, dtype=torch.float32, device=device),
+        0,
+        contract.implementation("token_logprobs"),
+    )
     if pages is None:
         return
     facts = contract.model
@@ -45,15 +51,15 @@ def _attend(impl: str, params: AttentionParameters, pages: torch.Tensor, queries
     keys = params.key_split + 2
     one = torch.zeros((1, *pages.shape[1:]), dtype=pages.dtype, device=pages.device)
     k_cache, v_cache = one.unbind(1)  # every entry of the table names this page
-    int32 = {"dtype": torch.int32, "device": pages.device}
+    device = pages.device
     q = one.new_zeros(queries, params.num_heads, params.head_dim)
     attention_paged(
         q,
         k_cache,
         v_cache,
-        torch.zeros(1, -(-keys // pages.shape[2]), **int32),
-        torch.full((1,), keys, **int32),
-        torch.tensor([0, queries], **int32),
+        torch.zeros(1, -(-keys // pages.shape[2]), dtype=torch.int32, device=device),
+        torch.full((1,), keys, dtype=torch.int32, device=device),
+        torch.tensor([0, queries], dtype=torch.int32, device=device),
         params=params,
         impl=impl,
         max_query_len=queries,

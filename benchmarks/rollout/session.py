@@ -33,7 +33,7 @@ LEAST_LOGPROB = -3.0
 _SMOKE = (4, 16)
 _BLOCK = 16
 _PEER_SHARE = 4
-"""A peer, whose mismatch refuses nothing, samples anew for this part of the tokens to compare."""
+"""A peer, whose mismatch refuses nothing, is compared on this part of the tokens at least."""
 
 
 class ParityError(ConsistencyError):
@@ -391,8 +391,6 @@ class ModelSession:
         samples = enough(timed, wanted)
         tokens = work.parity[1] if work.parity else work.new_tokens
         if not seat.variant.consistent:  # a peer's mismatch is known well enough from less
-            if samples:
-                return samples
             wanted = max(1, wanted // _PEER_SHARE)
             tokens = max(1, tokens // _PEER_SHARE)
         turn = 0

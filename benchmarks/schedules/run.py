@@ -30,6 +30,7 @@ SWEEPS: dict[str, Callable[[Setting], Iterator[Group]]] = {
     "router": constants.routers,
     "gather": constants.gathers,
     "indexer": constants.indexers,
+    "grouped_linear": constants.grouped_linears,
 }
 
 app = typer.Typer(add_completion=False)

@@ -13,21 +13,21 @@ from consistent_kernels.grouped_linear import grouped_linear
 from consistent_kernels.grouped_linear.spec import IMPLEMENTATIONS
 
 OP = "grouped_linear"
-_SHAPES = {
+SHAPES = {
     "v32 k_up": (128, 512, 128),
     "v32 v_up": (128, 128, 512),
     "v4 out_a": (8, 1024, 4096),
 }
 """Groups, columns out, columns in."""
 _REASON = (
-    "one tile for any number of rows; stock's torch.bmm chooses its tile by them (vLLM's V4 runs "
+    "two tiles of equal bits, by the number of rows; stock's torch.bmm has many (vLLM's V4 runs "
     "out_a in FP8, which is another arithmetic)"
 )
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     """A step's tokens through the weights of every group, in bf16."""
-    for name, (groups, columns, inner) in _SHAPES.items():
+    for name, (groups, columns, inner) in SHAPES.items():
         if setting.small:
             groups, columns, inner = 2, 48, 64
         rows = max(setting.rows())
@@ -42,7 +42,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                     shape=f"{name} M={m} G={groups} N={columns} K={inner}",
                     impl=impl,
                     ours=functools.partial(run, slice(0, m)),
-                    stock=functools.partial(_stock, x[:m], weight),
+                    stock=functools.partial(stock, x[:m], weight),
                     relations=relations,
                     reason=_REASON,
                 )
@@ -52,7 +52,7 @@ def _ours(x: torch.Tensor, weight: torch.Tensor, impl: str, rows: slice) -> torc
     return grouped_linear(x[rows], weight, impl=impl)
 
 
-def _stock(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def stock(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As vLLM's MLA multiplies by W_UK and W_UV, into rows of tokens."""
     out = x.new_empty((x.shape[0], weight.shape[0], weight.shape[1]))
     torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))

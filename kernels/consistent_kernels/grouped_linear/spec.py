@@ -1,6 +1,9 @@
 """What a grouped linear computes, and the pinned schedule of each implementation."""
 
+import dataclasses
+
 from consistent_kernels.contract import OpSpec, Program
+from consistent_kernels.linear.schedule import TritonTile
 from consistent_kernels.program_source import source_sha256
 
 SPEC = OpSpec(
@@ -13,24 +16,28 @@ SPEC = OpSpec(
     },
 )
 
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K = 64, 64, 64
-NUM_WARPS, NUM_STAGES = 4, 3
-"""Triton: one tile for all numbers of rows; the grid has a dimension of groups."""
+BASE_TILE = TritonTile(64, 64, 64, 4, 3)
+"""The Triton program. Another tile runs only where a probe found the bits of this one."""
+
+TILES_BY_ROWS = (
+    (64, TritonTile(64, 64, 128, 4, 4)),
+    (0, TritonTile(128, 128, 64, 8, 4)),
+)
+"""(rows up to which a tile is used, tile), for elements of two bytes; 0 stands for any number.
+
+Few rows: each program keeps 48 KB of weights on their way. More: fewer programs read a weight.
+"""
 
 _SCHEDULES = {
     "reference": (("api.py",), {"gemm": "the linear reference, group by group"}),
     "triton": (
         ("triton.py",),
-        {
-            "tile": f"{BLOCK_ROWS}x{BLOCK_COLUMNS}x{BLOCK_K}",
-            "num_warps": NUM_WARPS,
-            "num_stages": NUM_STAGES,
-        },
+        {f"tile.{key}": value for key, value in dataclasses.asdict(BASE_TILE).items()},
     ),
 }
 _SHARED = {
     "reference": ("linear/reference.py", "linear/tiles.py"),
-    "triton": ("alignment.py",),
+    "triton": ("alignment.py", "linear/probe.py"),
 }
 
 IMPLEMENTATIONS = tuple(_SCHEDULES)

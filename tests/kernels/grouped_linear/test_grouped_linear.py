@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import output_interpreted
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd
+from consistent_kernels.grouped_linear.spec import BASE_TILE, TILES_BY_ROWS
+from consistent_kernels.linear.schedule import TritonTile
 from consistent_kernels.testing import (
     BATCH_SIZES,
     assert_bitwise_equal,
@@ -20,6 +23,7 @@ from train_bridge.functions.grouped_linear import GroupedLinearFunction
 
 GROUPS, INNER, COLUMNS = 3, 208, 80
 TOKENS = max(BATCH_SIZES)
+TILES = [tile for _, tile in TILES_BY_ROWS]
 
 
 def inputs(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,9 +130,54 @@ def test_grouped_linear_function_rounds_the_master() -> None:
     assert master.grad.dtype == torch.float32
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tiles are of the CUDA program")
+@pytest.mark.parametrize("inner", [128, 208, 512, 4096])
+def test_grouped_linear_tiles_have_equal_bits(inner: int) -> None:
+    """Where this fails the base tile serves all rows: right, but slower."""
+    from consistent_kernels.grouped_linear.triton import tiles_with_equal_bits
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert tiles_with_equal_bits(inner, torch.bfloat16, device) == {BASE_TILE, *TILES}
+    assert tiles_with_equal_bits(inner, torch.float32, device) == {BASE_TILE}
+
+
+def test_grouped_linear_takes_a_probed_tile_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from consistent_kernels.grouped_linear import triton as program
+
+    few, many = (torch.zeros(rows, 2, 128, dtype=torch.bfloat16) for rows in (64, 65))
+    monkeypatch.setattr(program, "tiles_with_equal_bits", lambda *args: {BASE_TILE, *TILES})
+    assert [program.tile_for(x) for x in (few, many)] == TILES
+    monkeypatch.setattr(program, "tiles_with_equal_bits", lambda *args: {BASE_TILE, TILES[0]})
+    assert [program.tile_for(x) for x in (few, many)] == [TILES[0], BASE_TILE]
+
+
+INTERPRETED = """
+import torch
+import consistent_kernels.grouped_linear.triton as program
+from consistent_kernels.grouped_linear.spec import BASE_TILE, TILES_BY_ROWS
+from consistent_kernels.testing import hazard_activations
+
+for rows, inner in ((3, 128), (70, 208), (65, 72)):
+    x = hazard_activations((rows, 2, inner + 16), seed=rows, dtype=torch.float32)[..., :inner]
+    weight = hazard_activations((2, 80, inner), seed=inner, dtype=torch.float32)
+    expected = torch.einsum("tgk,gnk->tgn", x.double(), weight.double())
+    size = torch.einsum("tgk,gnk->tgn", x.double().abs(), weight.double().abs())
+    for tile in (BASE_TILE, *(tile for _, tile in TILES_BY_ROWS)):
+        y = program.launch(x, weight, tile)
+        assert bool(((y.double() - expected).abs() <= size * inner * 2**-24).all()), tile
+print("same")
+"""
+
+
+def test_grouped_linear_interpreted_matches_reference() -> None:
+    # Addresses, masks and tiles; not the bits of a GPU's product.
+    assert output_interpreted(INTERPRETED).strip() == "same"
+
+
+@pytest.mark.parametrize("tile", [BASE_TILE, *TILES], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_grouped_linear_cross_compiles(arch: int) -> None:
-    from consistent_kernels.grouped_linear import spec
+def test_grouped_linear_cross_compiles(arch: int, tile: TritonTile) -> None:
     from consistent_kernels.grouped_linear.triton import _grouped_linear_fwd_kernel
 
     cubin = cross_compile(
@@ -139,11 +188,11 @@ def test_grouped_linear_cross_compiles(arch: int) -> None:
             "group_stride": "i32",
         },
         constexprs={
-            "G": 8, "N": 1024, "K": 4096, "BLOCK_M": spec.BLOCK_ROWS, "BLOCK_N": spec.BLOCK_COLUMNS,
-            "BLOCK_K": spec.BLOCK_K,
+            "G": 8, "N": 1024, "K": 4096, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
         },
-        num_warps=spec.NUM_WARPS,
-        num_stages=spec.NUM_STAGES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     assert cubin.startswith(b"\x7fELF")
 

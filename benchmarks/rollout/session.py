@@ -56,7 +56,8 @@ class Options:
         environment: of every process.
         logs: folder of the processes' logs.
         profile_steps: decode steps of a profile, 0 for none.
-        cache_state: "cold" or "warm", as the compile caches are at the start.
+        cache_state: "cold" or "warm", as the compile caches are at the start; with a note where
+            stock has started before.
     """
 
     variants: Sequence[Variant]

@@ -412,6 +412,8 @@ def test_command_seats_variants_that_do_not_fit_later(
     assert done.exit_code == 3
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["variant"] for row in rows] == ["consistent", "batch_invariant"]
+    states = [row["start_seconds"]["cache"] for row in rows]
+    assert states == ["cold", "cold, stock's warm"]
 
 
 def test_command_checks_parity_alone(tmp_path: Path) -> None:

@@ -62,6 +62,19 @@ def _best_groups(scores, GROUPS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.cons
     return (tl.sum(above.to(tl.int32), 1) < TOP) & (group < GROUPS)
 
 
+@triton.jit
+def _scores(logits, largest, sum_of, SCORING: tl.constexpr):
+    """Scores of some logits of a row, each by itself."""
+    ones = tl.full(logits.shape, 1.0, tl.float32)
+    if SCORING == "softmax":
+        return tl.div_rn(tl.exp(logits - largest), ones * sum_of)
+    elif SCORING == "sigmoid":
+        return tl.div_rn(ones, 1.0 + tl.exp(-logits))
+    else:
+        positive = tl.where(logits > 0.0, logits, tl.where(logits != logits, logits, 0.0))
+        return tl.sqrt_rn(positive + libdevice.log1p(tl.exp(-tl.abs(logits))))
+
+
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
 @triton.jit(do_not_specialize=["scale", "floor"])
 def _router_fwd_kernel(
@@ -96,31 +109,22 @@ def _router_fwd_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
     if SCORING == "softmax":
-        exponent = tl.where(inside, tl.exp(logits - tl.max(logits, 0)), 0.0)
+        largest = tl.max(logits, 0)
+        exponent = tl.where(inside, tl.exp(logits - largest), 0.0)
         # tl.max passes over NaN: one NaN makes the whole row NaN, as in the reference.
         exponent = tl.where(tl.max((logits != logits).to(tl.int32), 0) > 0, float("nan"), exponent)
         sum_of = halving_tree_sum_by_pairs(tl.where(inside, exponent, 0.0), BLOCK, LEVELS)
         scores = tl.div_rn(exponent, tl.full((BLOCK,), sum_of, tl.float32))
-    elif SCORING == "sigmoid":
-        one = tl.full((BLOCK,), 1.0, tl.float32)
-        scores = tl.div_rn(one, 1.0 + tl.exp(-logits))
     else:
-        positive = tl.where(logits > 0.0, logits, tl.where(logits != logits, logits, 0.0))
-        scores = tl.sqrt_rn(positive + libdevice.log1p(tl.exp(-tl.abs(logits))))
+        largest = 0.0
+        sum_of = 1.0
+        scores = _scores(logits, largest, sum_of, SCORING)
     slot = tl.arange(0, BLOCK_K)
     slot_inside = slot < K
     chosen = tl.zeros((BLOCK_K,), tl.int32)
-    weights = tl.zeros((BLOCK_K,), tl.float32)
     total = 0.0  # no score is -0.0, so the first sum is the first score
-    score_bits = scores.to(tl.int32, bitcast=True)
     if FORCED:
-        for k in tl.static_range(K):
-            given = tl.load(forced_ptr + row * K + k)
-            bits = tl.sum(tl.where(expert == given, score_bits, 0), 0)
-            weight = bits.to(tl.float32, bitcast=True)
-            total += weight
-            chosen = tl.where(slot == k, given, chosen)
-            weights = tl.where(slot == k, weight, weights)
+        chosen = tl.load(forced_ptr + row * K + slot, mask=slot_inside, other=-1)
     else:
         choice = scores
         if HAS_BIAS:
@@ -147,14 +151,15 @@ def _router_fwd_kernel(
         for k in tl.static_range(K):
             best_order = tl.max(order, 0)
             best_id = tl.min(tl.where(order == best_order, expert, _LAST), 0)
-            hit = expert == best_id
-            # One lane holds the winner: a sum over one bit pattern and zeros moves no bit.
-            bits = tl.sum(tl.where(hit, score_bits, 0), 0)
-            weight = bits.to(tl.float32, bitcast=True)
-            total += weight
             chosen = tl.where(slot == k, best_id, chosen)
-            weights = tl.where(slot == k, weight, weights)
-            order = tl.where(hit, _NEVER, order)
+            order = tl.where(expert == best_id, _NEVER, order)
+    # One more load of what was chosen costs less than a reduction a slot; the bits are the same.
+    exists = slot_inside & (chosen >= 0) & (chosen < E)
+    again = tl.load(logits_ptr + row * logits_stride + chosen, mask=exists, other=0.0)
+    weights = tl.where(exists, _scores(again, largest, sum_of, SCORING), 0.0)
+    bits = weights.to(tl.int32, bitcast=True)
+    for k in tl.static_range(K):
+        total += tl.sum(tl.where(slot == k, bits, 0), 0).to(tl.float32, bitcast=True)
     if RENORMALIZE:
         weights = tl.div_rn(weights, tl.zeros((BLOCK_K,), tl.float32) + (total + floor))
     weights = weights * scale

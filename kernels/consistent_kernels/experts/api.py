@@ -254,18 +254,21 @@ def combine(
     validate_slots(op, topk_ids, topk_weights)
     if topk_ids.shape[1] != y.shape[1]:
         raise invalid(op, "topk_ids", f"of {y.shape[1]} slots", topk_ids.shape[1])
+    validate_shared(op, shared, y[:, 0])
+    return torch.ops.consistent_kernels.combine(y, topk_ids, topk_weights, shared, impl)
+
+
+def validate_shared(op: str, shared: torch.Tensor | None, like: torch.Tensor) -> None:
+    """Raise InvalidInputError unless a shared expert's result is as `like` [T, H]."""
     if shared is not None and (
-        shared.shape != (y.shape[0], y.shape[2])
-        or shared.dtype != y.dtype
-        or shared.device != y.device
+        shared.shape != like.shape or shared.dtype != like.dtype or shared.device != like.device
     ):
         raise invalid(
             op,
             "shared",
-            f"{y.dtype} of shape {(y.shape[0], y.shape[2])} on {y.device}",
+            f"{like.dtype} of shape {tuple(like.shape)} on {like.device}",
             f"{shared.dtype} of shape {tuple(shared.shape)} on {shared.device}",
         )
-    return torch.ops.consistent_kernels.combine(y, topk_ids, topk_weights, shared, impl)
 
 
 def validate_slots(op: str, ids: torch.Tensor, weights: torch.Tensor) -> None:

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.experts.deep_gemm_places import NO_PLACE_LEFT, Places
+from consistent_kernels.experts.spec import COMBINE_BLOCK, NUM_WARPS
 from consistent_kernels.experts.triton_activation import gated_activation
 
 _COLUMNS = 1024
@@ -77,6 +79,36 @@ def _from_places_kernel(
     tl.store(y_ptr + row * H + columns, x, mask=columns < H)
 
 
+@triton.jit
+def _combine_places_kernel(
+    x_ptr,  # [places, H]
+    place_ptr,  # [T * K]
+    weights_ptr,  # [T, K] fp32 contiguous
+    shared_ptr,  # [T, H], row stride shared_stride, or unused
+    out_ptr,  # [T, H]
+    shared_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < H
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(K):
+        place = tl.load(place_ptr + token * K + slot).to(tl.int64)
+        weight = tl.load(weights_ptr + token * K + slot)
+        absent = tl.where(place == OVERFLOW, float("nan"), 0.0)
+        x = tl.load(x_ptr + place * H + columns, mask=inside & (place >= 0), other=absent)
+        total += tl.where(place == -1, 0.0, weight * x.to(tl.float32))
+    if HAS_SHARED:
+        shared = tl.load(shared_ptr + token * shared_stride + columns, mask=inside, other=0.0)
+        total += shared.to(tl.float32)
+    tl.store(out_ptr + token * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def to_places(x: torch.Tensor, places: Places, slots: int) -> torch.Tensor:
     """Copy tokens [T, K] to the places of their slots; other places stay uninitialized.
 
@@ -135,3 +167,37 @@ def from_places(x: torch.Tensor, places: Places) -> torch.Tensor:
         num_warps=_NUM_WARPS,
     )
     return y
+
+
+def combine_places(
+    x: torch.Tensor, places: Places, weights: torch.Tensor, shared: torch.Tensor | None
+) -> torch.Tensor:
+    """`combine` of `from_places`, in one launch: [T, H].
+
+    Args:
+        x: [places, H].
+        weights: [T, K] fp32.
+        shared: [T, H] in the dtype of x, or None.
+    """
+    tokens, slots = weights.shape
+    columns = x.shape[1]
+    out = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
+    if shared is not None:
+        shared = aligned_rows(shared)
+    _combine_places_kernel[(tokens, triton.cdiv(columns, COMBINE_BLOCK))](
+        x,
+        places.place,
+        aligned(weights.contiguous()),
+        shared if shared is not None else x,
+        out,
+        shared.stride(0) if shared is not None else 0,
+        H=columns,
+        K=slots,
+        HAS_SHARED=shared is not None,
+        OVERFLOW=NO_PLACE_LEFT,
+        BLOCK=COMBINE_BLOCK,
+        num_warps=NUM_WARPS,
+        # The spec rounds each product: no fma.
+        enable_fp_fusion=False,
+    )
+    return out

@@ -10,7 +10,12 @@ from consistent_kernels.counters import count
 from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.experts import combine
-from consistent_kernels.experts.api import check_ids, validate_backward, validate_slots
+from consistent_kernels.experts.api import (
+    check_ids,
+    validate_backward,
+    validate_shared,
+    validate_slots,
+)
 from consistent_kernels.experts.backward import Grads
 from consistent_kernels.experts.spec import LAYOUTS
 from consistent_kernels.fp8_experts.backward import fp8_experts_bwd_ref
@@ -32,6 +37,10 @@ _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "fp8_expert_outputs(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, "
     "Tensor ids, float? limit, str scale_format, str layout, str impl) -> Tensor"
+)
+_LIBRARY.define(
+    "fp8_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor ids, "
+    "Tensor weights, Tensor? shared, float? limit, str scale_format, str layout) -> Tensor"
 )
 
 
@@ -131,6 +140,48 @@ def _(
     impl: str,
 ) -> torch.Tensor:
     return x.new_empty((*ids.shape, w2.shape[1]))
+
+
+def _fp8_experts_deep_gemm(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    limit: float | None,
+    scale_format: str,
+    layout: str,
+) -> torch.Tensor:
+    count("fp8_experts", "deep_gemm")
+    require_cuda("fp8_experts", "deep_gemm", x)
+    from consistent_kernels.fp8_experts.deep_gemm import fp8_experts_deep_gemm
+
+    return fp8_experts_deep_gemm(
+        x, w13, w13_scale, w2, w2_scale, ids, weights, shared, limit, scale_format, layout
+    )
+
+
+_LIBRARY.impl("fp8_experts", _fp8_experts_deep_gemm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("consistent_kernels::fp8_experts", lib=_LIBRARY)
+def _(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    limit: float | None,
+    scale_format: str,
+    layout: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w2.shape[1]))
 
 
 def _validate(
@@ -239,15 +290,28 @@ def fp8_expert_outputs(
         InvalidInputError: shape, dtype or device; an id out of range (checked on CPU).
         UnsupportedError: unknown impl, scale_format or layout.
     """
+    _validate_forward(x, w13, w2, topk_ids, scale_format, limit, layout, impl)
+    return torch.ops.consistent_kernels.fp8_expert_outputs(
+        x, w13.values, w13.scale, w2.values, w2.scale, topk_ids, limit, scale_format, layout, impl
+    )
+
+
+def _validate_forward(
+    x: torch.Tensor,
+    w13: Fp8ExpertWeight,
+    w2: Fp8ExpertWeight,
+    ids: torch.Tensor,
+    scale_format: str,
+    limit: float | None,
+    layout: str,
+    impl: str,
+) -> None:
     op = "fp8_experts"
-    _validate(op, x, w13, w2, topk_ids, scale_format, impl)
+    _validate(op, x, w13, w2, ids, scale_format, impl)
     if layout not in LAYOUTS:
         raise UnsupportedError(op, f"layout {layout!r}", LAYOUTS)
     if limit is not None and not limit > 0:
         raise invalid(op, "limit", "positive or None", limit)
-    return torch.ops.consistent_kernels.fp8_expert_outputs(
-        x, w13.values, w13.scale, w2.values, w2.scale, topk_ids, limit, scale_format, layout, impl
-    )
 
 
 def fp8_experts(
@@ -268,6 +332,15 @@ def fp8_experts(
     Returns:
         [T, H], dtype of x.
     """
+    if impl == "deep_gemm":
+        # One launch less, and the rows are not written once more.
+        _validate_forward(x, w13, w2, topk_ids, scale_format, limit, layout, impl)
+        validate_slots("fp8_experts", topk_ids, topk_weights)
+        validate_shared("fp8_experts", shared, x)
+        stacked = (w13.values, w13.scale, w2.values, w2.scale)
+        return torch.ops.consistent_kernels.fp8_experts(
+            x, *stacked, topk_ids, topk_weights, shared, limit, scale_format, layout
+        )
     options = {"scale_format": scale_format, "limit": limit, "layout": layout, "impl": impl}
     y = fp8_expert_outputs(x, w13, w2, topk_ids, **options)
     return combine(y, topk_ids, topk_weights, shared, impl=experts_of(impl))

@@ -65,6 +65,38 @@ def _to_places_kernel(
     tl.store(out_at, scale, mask=groups < GROUPS)
 
 
+# x_stride is a multiple of 16: it always specializes alike.
+@triton.jit(do_not_specialize=["s_places"])
+def _quantize_to_places_kernel(
+    x_ptr,  # [T, K], row stride x_stride
+    place_ptr,  # [T * SLOTS]
+    q_ptr,  # [places, K] bytes
+    s_ptr,  # see _scale_at
+    x_stride,
+    s_places,
+    SLOTS: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    row = tl.program_id(0)
+    place = tl.load(place_ptr + row).to(tl.int64)
+    if place < 0:
+        return
+    token = (row // SLOTS).to(tl.int64)
+    groups = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = columns < K
+    x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scale, finite = group_scale(tl.max(magnitude_bits(x), 1), UE8M0)
+    scaled = scaled_rows(x, scale, BLOCK, GROUP, UE8M0)
+    tl.store(q_ptr + place * K + columns, to_fp8(scaled, finite[:, None]), mask=inside)
+    s_at = s_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
+    tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)
+
+
 @triton.jit(do_not_specialize=["limit", "s_places"])
 def _activate_and_quantize_kernel(
     x_ptr,  # [places, 2 WIDTH]: gate, then up
@@ -141,6 +173,34 @@ def to_places(values: torch.Tensor, scale: torch.Tensor, places: Places, slots: 
         GROUPS=scale.shape[1],
         BLOCK=block,
         GROUP=GROUP,
+        num_warps=_NUM_WARPS,
+    )
+    return out
+
+
+def quantize_to_places(x: torch.Tensor, places: Places, slots: int, scale_format: str) -> Quantized:
+    """`to_places` of `quantize_rows`, in one launch, which quantizes a token once a slot.
+
+    Args:
+        x: [T, K] bf16, aligned rows of unit column stride.
+        places: of T * slots rows.
+    """
+    columns = x.shape[1]
+    out = empty_places(places, columns)
+    grid, block = _grid(places.place.numel(), columns)
+    _quantize_to_places_kernel[grid](
+        x,
+        places.place,
+        out[0].view(torch.uint8),
+        out[1],
+        x.stride(0),
+        out[1].stride(-1),
+        SLOTS=slots,
+        K=columns,
+        GROUPS=out[1].shape[-1],
+        BLOCK=block,
+        GROUP=GROUP,
+        UE8M0=scale_format == "ue8m0",
         num_warps=_NUM_WARPS,
     )
     return out

@@ -8,10 +8,9 @@ import functools
 import torch
 
 from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, has_passed
-from consistent_kernels.experts.deep_gemm_grouped import is_masked
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places
-from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm
+from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm, is_masked
 from consistent_kernels.fp8_experts.deep_gemm_rows import to_places
 from consistent_kernels.fp8_linear.deep_gemm import Fp8GemmShape
 from consistent_kernels.fp8_linear.probe import Operands
@@ -26,8 +25,8 @@ class Fp8GroupedGemmShape:
 
     Attributes:
         experts, columns, inner: E, N, K.
-        max_rows: the most rows to probe, one slot each; above MASKED_TOKENS the contiguous layout
-            is probed against the masked one, too.
+        max_rows: the most rows to probe, one slot each; above MASKED_TOKENS both layouts are
+            probed against each other, too.
         scale_format: "fp32" or "ue8m0".
     """
 
@@ -56,7 +55,7 @@ class Fp8GroupedGemmShape:
             weight.view(self.experts, self.columns, self.inner),
             weight_scale.view(self.experts, -1, weight_scale.shape[1]),
         )
-        masked = is_masked("fastest", ids.shape[0], self.experts)
+        masked = is_masked("fastest", ids.shape[0], 1, self.experts)
         places = expert_places(ids, self.experts, masked=masked)
         x = to_places(values[rows], scale[rows], places, slots=1)
         return from_places(grouped_gemm(x, stacked, places, self.scale_format), places)

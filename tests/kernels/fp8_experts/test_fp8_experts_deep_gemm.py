@@ -26,6 +26,7 @@ from fp8_expert_places import EXPERTS, SLOTS, operands, stand_in_gemm
 from consistent_kernels import deep_gemm_start as start
 from consistent_kernels.fp8_experts import deep_gemm, deep_gemm_start
 from consistent_kernels.experts.deep_gemm_places import expert_places
+from consistent_kernels.experts.reference import combine_ref
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization.triton import quantize_rows_fwd
 from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
@@ -50,10 +51,16 @@ for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0"), ("fast
         hidden = silu_and_mul_fwd(*(part.contiguous() for part in gate_up.chunk(2, 1)))
         values = quantize_rows_fwd(hidden, scale_format, False)
         expected[mine] = fp8_gemm_ref(*values, w2[expert], w2_scale[expert], torch.bfloat16)
-    y = deep_gemm.fp8_expert_outputs_deep_gemm(
-        x, w13, w13_scale, w2, w2_scale, ids, None, scale_format, layout
-    )
-    assert_bitwise_equal(y.view(expected.shape), expected, layout)
+    given = (x, w13, w13_scale, w2, w2_scale, ids)
+    weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(3))
+    for deep_gemm.FUSED_ROWS in (0, 1024):  # quantized once a token and copied, or once a slot
+        y = deep_gemm.fp8_expert_outputs_deep_gemm(*given, None, scale_format, layout)
+        assert_bitwise_equal(y.view(expected.shape), expected, layout)
+    for shared in (None, x.flip(0)):
+        out = deep_gemm.fp8_experts_deep_gemm(
+            *given, weights, shared, None, scale_format, layout
+        )
+        assert_bitwise_equal(out, combine_ref(y, ids, weights, shared), f"{layout}, in one launch")
 
 # The start of a whole model passes what does not follow the rows, and names what does.
 start.ROWS = (1, 5, 16)
@@ -75,7 +82,7 @@ except start.NumericsError as error:
 
 # So does the first use of a layer that no start has prepared, here between the two layouts.
 start.ROWS, deep_gemm_start._FEWEST_ROWS = (1, 5), 9
-deep_gemm_start.is_masked = lambda layout, tokens, experts: tokens < 9
+deep_gemm_start.is_masked = lambda layout, tokens, slots, experts: tokens < 9
 
 def of_layout(x, weight, places, scale_format):
     y = stand_in_gemm(x, weight, places, scale_format)
@@ -120,7 +127,10 @@ def test_experts_between_aligned_places_equal_rows_alone() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
     from consistent_kernels.experts import deep_gemm_places
-    from consistent_kernels.experts.deep_gemm_rows import _from_places_kernel
+    from consistent_kernels.experts.deep_gemm_rows import (
+        _combine_places_kernel,
+        _from_places_kernel,
+    )
     from consistent_kernels.fp8_experts import deep_gemm_rows
 
     groups = {"GROUPS": 4, "BLOCK": 4, "GROUP": 128}
@@ -153,6 +163,30 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 **dict.fromkeys(("s_row_stride", "s_column_stride", "s_places"), "i32"),
             },
             constexprs={"SLOTS": 2, "K": 512, **groups},
+        ),
+        cross_compile(
+            deep_gemm_rows._quantize_to_places_kernel,
+            arch=arch,
+            signature={
+                "x_ptr": "*bf16",
+                "place_ptr": "*i32",
+                "q_ptr": "*u8",
+                "s_ptr": "*fp32",
+                **dict.fromkeys(("x_stride", "s_places"), "i32"),
+            },
+            constexprs={"SLOTS": 2, "K": 512, "UE8M0": False, **groups},
+        ),
+        cross_compile(
+            _combine_places_kernel,
+            arch=arch,
+            signature={
+                **dict.fromkeys(("x_ptr", "shared_ptr", "out_ptr"), "*bf16"),
+                "place_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "shared_stride": "i32",
+            },
+            constexprs={"H": 512, "K": 2, "HAS_SHARED": True, "OVERFLOW": -2, "BLOCK": 1024},
+            enable_fp_fusion=False,
         ),
         cross_compile(
             deep_gemm_rows._activate_and_quantize_kernel,

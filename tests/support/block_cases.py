@@ -105,13 +105,16 @@ class BlockCase:
         """Return hidden states with hazards, of unit scale."""
         return hazard_activations((tokens, self.params.hidden), seed=seed, device=self.device)
 
-    def engine(self, lengths: list[int], queries: int = 256) -> PagedEngine:
+    def engine(
+        self, lengths: list[int], queries: int = 256, max_seq_len: int | None = None
+    ) -> PagedEngine:
         """Return the engine's form with room for requests of these lengths.
 
         Args:
             queries: whose entries its workspace holds at a time.
+            max_seq_len: bound of its steps; the longest length by default.
         """
-        return PagedEngine(self, lengths, queries)
+        return PagedEngine(self, lengths, queries, max_seq_len or max(lengths))
 
 
 @dataclasses.dataclass
@@ -135,13 +138,13 @@ class StaticBatch:
 class PagedEngine:
     """The engine's form: shuffled pages among poisoned ones, steps of any tokens, padded rows."""
 
-    def __init__(self, case: BlockCase, lengths: list[int], queries: int) -> None:
+    def __init__(self, case: BlockCase, lengths: list[int], queries: int, max_seq_len: int) -> None:
         pages = max(lengths) // BLOCK_SIZE + 1
         count = pages * len(lengths) + 3
         order = torch.randperm(count, generator=torch.Generator().manual_seed(7))
         table = order[: pages * len(lengths)].view(len(lengths), pages)
         self.table = table.to(case.device, torch.int32)
-        self.max_seq_len = max(lengths)
+        self.max_seq_len = max_seq_len
         kind = PagedV32Attention if case.name == "v32" else PagedV4Attention
         self.block = kind(
             case.params, case.weights, programs=case.programs, blocks=count,

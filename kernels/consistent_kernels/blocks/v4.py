@@ -90,7 +90,8 @@ def project_out(
 ) -> torch.Tensor:
     """Undo the values' rotation at the query's position, then project by groups of heads."""
     out = ops.interleaved_rotary(positions, out, params.head_rope, inverse=True)
-    grouped = ops.grouped_linear(out.reshape(out.shape[0], params.groups, -1), "out_a")
+    width = params.heads * LATENT // params.groups
+    grouped = ops.grouped_linear(out.reshape(out.shape[0], params.groups, width), "out_a")
     return ops.linear(grouped.flatten(1), "out_b")
 
 

@@ -40,9 +40,9 @@ class EntryWorkspace:
         self.rows = self.bounds.allocate(device)
 
     def pieces(self, queries: int) -> Iterator[slice]:
-        """Yield rows of a step that are gathered together."""
+        """Yield rows of a step that are gathered together; of an empty step one empty piece."""
         step = self.bounds.selected_queries
-        for begin in range(0, queries, step):
+        for begin in range(0, max(queries, 1), step):
             yield slice(begin, min(begin + step, queries))
 
     def gather(

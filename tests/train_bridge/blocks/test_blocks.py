@@ -57,8 +57,7 @@ def test_block_train_equals_infer(case: BlockCase, device: str) -> None:
         assert_bitwise_equal(out, expected, name)
 
 
-def test_block_token_by_token_equals_train(selecting: BlockCase, device: str) -> None:
-    case = selecting
+def test_block_token_by_token_equals_train(case: BlockCase, device: str) -> None:
     lengths = [21] if device == "cpu" else [150]
     hidden = case.hidden(sum(lengths), seed=1)
     expected, sequences = trained(case, lengths, hidden)
@@ -66,8 +65,7 @@ def test_block_token_by_token_equals_train(selecting: BlockCase, device: str) ->
     assert_bitwise_equal(case.engine(lengths).run(hidden, sequences, plan), expected)
 
 
-def test_block_64_requests_equal_each_alone(selecting: BlockCase, device: str) -> None:
-    case = selecting
+def test_block_64_requests_equal_each_alone(case: BlockCase, device: str) -> None:
     lengths = [1 + i % 5 + (30 if i % 32 == 5 else 0) for i in range(64)]
     hidden = case.hidden(sum(lengths), seed=2)
     expected, sequences = trained(case, lengths, hidden)
@@ -79,8 +77,7 @@ def test_block_64_requests_equal_each_alone(selecting: BlockCase, device: str) -
         assert_bitwise_equal(alone, expected[rows])
 
 
-def test_block_packing_moves_no_bit(selecting: BlockCase, device: str) -> None:
-    case = selecting
+def test_block_packing_moves_no_bit(case: BlockCase, device: str) -> None:
     lengths = [19, 64, 5]
     hidden = case.hidden(sum(lengths), seed=3)
     whole, sequences = trained(case, lengths, hidden)

@@ -42,6 +42,9 @@ multiple of 16, at which DeepGEMM's tiles, and with them its kernels, change."""
 _RUN = 8
 """Row counts below PIECES that one process compiles one after the other."""
 
+_SOME_ROWS = 64
+"""Rows of a usual decode step: grouped GEMMs have a layout of their own for them."""
+
 COLD_SECONDS = 0.7
 """A first call that takes longer has compiled: a kernel from disk loads in a few milliseconds."""
 
@@ -94,10 +97,8 @@ def prepare(shapes: Iterable[Shape], device: torch.device, processes: int = 12) 
     start = time.monotonic()
     unique = sorted(set(shapes), key=repr)
     with _one_at_a_time():
-        for shape in unique:
-            if _first_call_seconds(shape, device) > COLD_SECONDS:
-                _compile(unique, device, processes)
-                break
+        if any(_has_to_compile(shape, device) for shape in unique):
+            _compile(unique, device, processes)
     for shape in unique:
         check_rows(shape, device)
     return time.monotonic() - start
@@ -147,13 +148,17 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _first_call_seconds(shape: Shape, device: torch.device) -> float:
-    operands = shape.operands(1, device, blank=True)
-    torch.cuda.synchronize(device)
-    start = time.monotonic()
-    shape.run(operands, slice(0, 1))
-    torch.cuda.synchronize(device)
-    return time.monotonic() - start
+def _has_to_compile(shape: Shape, device: torch.device) -> bool:
+    """Whether a call of few, some or most rows took as long as a compiler does; it then has."""
+    for rows in sorted({1, min(_SOME_ROWS, shape.max_rows), shape.max_rows}):
+        operands = shape.operands(rows, device, blank=True)
+        torch.cuda.synchronize(device)
+        start = time.monotonic()
+        shape.run(operands, slice(0, rows))
+        torch.cuda.synchronize(device)
+        if time.monotonic() - start > COLD_SECONDS:
+            return True
+    return False
 
 
 def _compile(shapes: Sequence[Shape], device: torch.device, processes: int) -> None:

@@ -31,6 +31,22 @@ def test_calls_with_kernels_of_their_own_are_compiled_side_by_side() -> None:
     assert max(own) - min(own) <= 1
 
 
+@pytest.mark.parametrize("slow", [1, 64, 300, None])
+def test_start_compiles_when_any_size_of_call_is_slow(
+    slow: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(start.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(GemmShape, "operands", lambda self, rows, device, *, blank: (rows,))
+
+    def run(self: GemmShape, operands: tuple[int], rows: slice) -> None:
+        now[0] += 4.0 if operands == (slow,) else 0.01
+
+    monkeypatch.setattr(GemmShape, "run", run)
+    assert start._has_to_compile(SHAPES[2], torch.device("cuda", 0)) is (slow is not None)
+
+
 def test_a_child_runs_the_rows_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

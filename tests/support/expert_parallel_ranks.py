@@ -21,13 +21,21 @@ from consistent_kernels.expert_parallel import (
     ExpertPlacement,
     Travelled,
     expert_parallel_experts,
+    over_ranks,
 )
-from consistent_kernels.experts import experts, prepare_expert_weight
+from consistent_kernels.experts import combine, experts, prepare_expert_weight
+from consistent_kernels.fp8_experts import (
+    Fp8ExpertWeight,
+    fp8_expert_outputs,
+    fp8_experts,
+    quantize_expert_weight,
+)
 from consistent_kernels.testing import hazard_activations
 from train_bridge.expert_parallel import ExpertParallel, ExpertParallelFunction
 
 SHAPE = Shape(11, 3, 72, 40)
 """Experts that divide by no number of ranks."""
+FP8_SHAPE = Shape(11, 3, 160, 128)
 TOKENS = 37
 LIMIT = 0.5
 
@@ -66,6 +74,43 @@ def on_one_rank(device: str) -> torch.Tensor:
         limit=LIMIT,
         impl=impl_of(device),
     )
+
+
+def fp8_of(
+    experts_of_rank: slice, device: str
+) -> tuple[tuple[Fp8ExpertWeight, Fp8ExpertWeight], dict[str, torch.Tensor]]:
+    """Block-FP8 experts of a rank, and all tokens, routed."""
+    ids, weights = routing(FP8_SHAPE, TOKENS, device, seed=6)
+    w13, w2 = (
+        quantize_expert_weight(
+            w[experts_of_rank].contiguous(), scale_format="fp32", impl=impl_of(device)
+        )
+        for w in masters(FP8_SHAPE, device)
+    )
+    x = tokens(FP8_SHAPE, TOKENS, device, seed=5)
+    return (w13, w2), {"x": x, "ids": ids, "weights": weights}
+
+
+def fp8_on_one_rank(device: str) -> torch.Tensor:
+    """The block-FP8 layer with all experts in one process, and no exchange."""
+    stacked, given = fp8_of(slice(None), device)
+    routed = (given["ids"], given["weights"])
+    return fp8_experts(given["x"], *stacked, *routed, scale_format="fp32", impl=impl_of(device))
+
+
+def fp8_over_ranks(exchange: AllToAll, part: slice, device: str) -> torch.Tensor:
+    """This rank's tokens of the block-FP8 layer, as an engine's layer computes them."""
+    placement = ExpertPlacement(FP8_SHAPE.experts, exchange.world_size)
+    stacked, given = fp8_of(placement.experts(exchange.rank), device)
+    x, ids, weights = (given[name][part].contiguous() for name in ("x", "ids", "weights"))
+    impl = impl_of(device)
+
+    def outputs(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        options = {"scale_format": "fp32", "layout": "fastest", "impl": impl}
+        return fp8_expert_outputs(rows, *stacked, local, **options)
+
+    y = over_ranks(x, ids, outputs, exchange=exchange, placement=placement)
+    return combine(y, ids, weights, impl=impl)
 
 
 class Shuffled(AllToAll):
@@ -109,6 +154,8 @@ def run_group(group: Any, device: str) -> dict[str, Any]:
     kept["shuffled"] = expert_parallel_experts(
         *forward, exchange=Shuffled(group), placement=placement, limit=LIMIT, impl=impl
     )
+    kept["fp8"] = fp8_over_ranks(exchange, part, device)
+    kept["fp8 shuffled"] = fp8_over_ranks(Shuffled(group), part, device)
     leaves = [given[name].requires_grad_() for name in ("x", "weights", "shared")]
     parallel = ExpertParallel(Shuffled(group), placement)
     trained = ExpertParallelFunction.apply(

@@ -65,6 +65,15 @@ def test_expert_parallel_equals_one_rank(run: tuple[str, dict], name: str) -> No
             assert_bitwise_equal(out, expected, f"{size} ranks, {name}")
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8 shuffled"])
+def test_fp8_expert_parallel_equals_one_rank(run: tuple[str, dict], name: str) -> None:
+    device, by_size = run
+    expected = ranks.fp8_on_one_rank(device).cpu()
+    for size, results in by_size.items():
+        for out in gathered(results, size, name):
+            assert_bitwise_equal(out, expected, f"{size} ranks, {name}")
+
+
 def test_expert_parallel_train_equals_infer_across_sizes(run: tuple[str, dict]) -> None:
     # The trainer's forward on any number of ranks has the bits of an engine's on any other.
     _, by_size = run

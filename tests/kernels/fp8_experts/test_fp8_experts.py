@@ -27,6 +27,7 @@ from consistent_kernels.quantization import (
 )
 from consistent_kernels.silu_and_mul import silu_and_mul
 from consistent_kernels.testing import (
+    BATCH_SIZES,
     assert_bitwise_equal,
     bitwise_equal,
     hazard_activations,
@@ -80,8 +81,10 @@ def test_fp8_experts_equal_dense_fp8_mlps(
         down = quantize_weight(master2[expert].contiguous(), **quantizer)
         expected = fp8_linear(hidden, *down, **fp8)
         assert_bitwise_equal(y[rows, slots], expected, f"expert {expert}")
-    out = fp8_experts(x, w13, w2, ids, weights, scale_format=scale_format, limit=limit, impl=impl)
-    assert_bitwise_equal(out, combine(y, ids, weights, impl=experts_of(impl)))
+    for shared in (None, hazard_activations((37, shape.hidden), seed=3, device=device)):
+        options = {"scale_format": scale_format, "limit": limit, "impl": impl}
+        out = fp8_experts(x, w13, w2, ids, weights, shared, **options)
+        assert_bitwise_equal(out, combine(y, ids, weights, shared, impl=experts_of(impl)))
 
 
 def test_fp8_experts_clamp_is_deepseek_v4s(impl_device: tuple[str, str]) -> None:
@@ -102,26 +105,54 @@ def test_fp8_experts_clamp_is_deepseek_v4s(impl_device: tuple[str, str]) -> None
     assert not bitwise_equal(clamped, run(None)[:, 0])
 
 
-def test_fp8_experts_is_batch_invariant(impl_device: tuple[str, str]) -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "fastest"])
+def test_fp8_experts_is_batch_invariant(impl_device: tuple[str, str], layout: str) -> None:
+    """Sizes on both sides of those at which "fastest" changes the layout on a GPU: 5 and 256."""
     impl, device = impl_device
-    most = 140 if device == "cpu" else 600
+    most = 140 if device == "cpu" else 1100
     x = tokens(SHAPE, most, device, seed=3)
     ids, weights = routing(SHAPE, most, device, seed=4)
     w13, w2 = quantized(SHAPE, impl, device, "fp32")
 
     def run(part: slice | torch.Tensor) -> torch.Tensor:
-        return fp8_experts(
-            x[part], w13, w2, ids[part], weights[part], scale_format="fp32", impl=impl
-        )
+        options = {"scale_format": "fp32", "layout": layout, "impl": impl}
+        return fp8_experts(x[part], w13, w2, ids[part], weights[part], **options)
 
     whole = run(slice(0, most))
-    for rows in (1, 7, 8, 16, 17, 33, 64, 65, 128, most - 7):
+    sizes = (1, 5, 8, 17, 33, 64, 65, 128) if device == "cpu" else (*BATCH_SIZES, 5, 6, 341, 342)
+    for rows in (*sizes, most - 7):
         for start in {0, 5, most - rows}:
             part = slice(start, start + rows)
             assert_bitwise_equal(run(part), whole[part], f"rows {start} to {start + rows}")
     order = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(device)
     assert_bitwise_equal(run(order), whole[order])
     assert_bitwise_equal(run(slice(0, most)), whole, "a second run")
+
+
+def test_fp8_experts_compiled_equals_eager(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x = tokens(SHAPE, 17, device, seed=31)
+    ids, weights = routing(SHAPE, 17, device, seed=32)
+    shared = hazard_activations((17, SHAPE.hidden), seed=33, device=device)
+    w13, w2 = quantized(SHAPE, impl, device, "fp32")
+
+    def layer(value: torch.Tensor) -> torch.Tensor:
+        options = {"scale_format": "fp32", "layout": "fastest", "impl": impl}
+        return fp8_experts(value, w13, w2, ids, weights, shared, **options)
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    assert_bitwise_equal(compiled(x), layer(x))
+
+
+def test_fp8_experts_of_no_rows_are_empty(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    x = torch.empty((0, SHAPE.hidden), dtype=torch.bfloat16, device=device)
+    ids = torch.empty((0, SHAPE.slots), dtype=torch.int32, device=device)
+    w13, w2 = quantized(SHAPE, impl, device, "fp32")
+    options = {"scale_format": "fp32", "impl": impl}
+    assert fp8_expert_outputs(x, w13, w2, ids, **options).shape == (0, SHAPE.slots, SHAPE.hidden)
+    assert fp8_experts(x, w13, w2, ids, ids.float(), **options).shape == (0, SHAPE.hidden)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

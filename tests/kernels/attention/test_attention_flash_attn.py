@@ -248,6 +248,43 @@ class TestOnHopper:
             graph.replay()
             assert_bitwise_equal(out, whole[0][rows])
 
+    @cases
+    def test_flash_attn_chunks_in_a_graph_equal_eager(self, params: AttentionParameters) -> None:
+        """A full graph of a mixed batch: chunks of seven queries, over splits where they are."""
+        batch = make_batch(params, *IMPL)
+        pages, whole = fill_pages(batch), batch.attend()
+        chosen = [i for i, n in enumerate(LENGTHS) if n >= 15]
+        first = borders(LENGTHS).tolist()
+        q = batch.q[: 7 * len(chosen)].clone()
+        table, out = pages.block_table[chosen].clone(), torch.empty_like(q)
+        lens = torch.full((len(chosen),), 7, dtype=torch.int32, device="cuda")
+        cu = borders([7] * len(chosen), "cuda").int()
+
+        def step() -> None:
+            attention_paged(
+                q, pages.k_cache, pages.v_cache, table, lens, cu, params=params,
+                impl="flash_attn", max_query_len=7, max_seq_len=max(LENGTHS), out=out,
+            )  # fmt: skip
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for back in (0, 2, 8):
+            ends = [LENGTHS[i] - back for i in chosen]
+            rows = torch.cat(
+                [
+                    torch.arange(first[i] + end - 7, first[i] + end)
+                    for i, end in zip(chosen, ends, strict=True)
+                ]
+            ).cuda()
+            q.copy_(batch.q[rows])
+            lens.copy_(torch.tensor(ends, dtype=torch.int32))
+            out.fill_(float("nan"))
+            graph.replay()
+            assert_bitwise_equal(out, whole[0][rows])
+
     def test_flash_attn_rejects_what_it_does_not_serve(self) -> None:
         window = AttentionParameters(8, 8, 128, 1.0, sliding_window=16)
         batch = make_batch(window, *IMPL, lengths=(40,))

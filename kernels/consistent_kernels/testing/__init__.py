@@ -4,6 +4,7 @@ from consistent_kernels.testing.bitwise import assert_bitwise_equal, bitwise_equ
 from consistent_kernels.testing.faults import flip_lowest_bit, round_early, split_k_linear
 from consistent_kernels.testing.hazards import (
     BATCH_SIZES,
+    MANY_BATCH_SIZES,
     hazard_activations,
     norm_weight,
     peaked_logits,
@@ -12,6 +13,7 @@ from consistent_kernels.testing.poison import poisoned_rows
 
 __all__ = [
     "BATCH_SIZES",
+    "MANY_BATCH_SIZES",
     "assert_bitwise_equal",
     "bitwise_equal",
     "flip_lowest_bit",

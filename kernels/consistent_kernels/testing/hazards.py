@@ -7,6 +7,9 @@ import torch
 BATCH_SIZES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Row counts on both sides of the sizes at which stock kernels switch (8, 10, 16, 32, ... 256)."""
 
+MANY_BATCH_SIZES = (*BATCH_SIZES, 3, 100, 200, 511, 512, 513, 1000, 1024, 2048)
+"""And further ones, for ops whose programs switch up there too."""
+
 
 def hazard_activations(
     shape: tuple[int, ...],

@@ -27,10 +27,10 @@ def _compiled() -> None:
     shapes = {
         gemm
         for shape in SHAPES.values()
-        for gemm in layer_shapes(shape.experts, shape.hidden, shape.width, 1100 * shape.slots)
+        for gemm in layer_shapes(shape.experts, shape.hidden, shape.width, 2100 * shape.slots)
     }
     # A quarter of the experts, as in tests of one rank's.
-    shapes.update(layer_shapes(4, 192, 128, 1100))
+    shapes.update(layer_shapes(4, 192, 128, 2100))
     prepare(shapes, torch.device("cuda", torch.cuda.current_device()))
 
 

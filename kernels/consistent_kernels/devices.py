@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.errors import UnsupportedError, invalid
 
 
 def require_cuda(op: str, impl: str, tensor: torch.Tensor) -> None:
@@ -19,6 +19,13 @@ def require_cuda(op: str, impl: str, tensor: torch.Tensor) -> None:
     raise UnsupportedError(
         op, f"impl {impl!r} on {tensor.device}", ["CUDA tensors", "impl 'reference' on a CPU"]
     )
+
+
+def require_device(op: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raise `InvalidInputError` for the first of the named tensors that lies on another device."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise invalid(op, name, f"on {device}", tensor.device)
 
 
 def _interpreted() -> bool:

@@ -12,6 +12,7 @@ from consistent_kernels.compressor.reference import (
 from consistent_kernels.compressor.spec import IMPLEMENTATIONS
 from consistent_kernels.compressor.windows import CompressorParameters
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.index_range import check_range
 from consistent_kernels.kv_cache_fp8 import INDEXER, LAYOUTS, V4, KVLayout, write_kv_fp8
@@ -59,6 +60,7 @@ def _compress(
     if impl == "reference":
         _check_entry_range("compress", state, rows, positions, tables[0].shape[0])
         return compress_ref(state, rows, positions, weight, *tables, params, dtype)
+    require_cuda("compress", impl, state)
     from consistent_kernels.compressor.triton import compress_fwd
 
     return compress_fwd(state, rows, positions, weight, *tables, params, dtype)
@@ -89,6 +91,7 @@ def _compress_to_cache(
         entries = compress_ref(state, rows, positions, weight, *tables, params, torch.bfloat16)
         write_kv_fp8(entries, cache, slots, layout=LAYOUTS[layout], impl=impl)
         return
+    require_cuda("compress_to_cache", impl, state)
     from consistent_kernels.compressor.triton import compress_to_cache_fwd
 
     compress_to_cache_fwd(
@@ -132,6 +135,7 @@ def _write_compressor_state(
         state = compressor_state_ref(kv_score, position_bias, positions)
         cache.index_copy_(0, slots[kept].long(), state[kept])
         return
+    require_cuda("write_compressor_state", impl, cache)
     from consistent_kernels.compressor.triton import write_state_fwd
 
     write_state_fwd(kv_score, position_bias, positions, cache, slots)
@@ -223,6 +227,7 @@ def _check_state(
         )
     _check_fp32(op, "kv_score", kv_score, 2 * position_bias.shape[1])
     _check_integers(op, "positions", positions, (kv_score.shape[0],))
+    require_device(op, kv_score.device, position_bias=position_bias, positions=positions)
 
 
 def _check_entries(
@@ -245,6 +250,9 @@ def _check_entries(
     _check_integers(op, "positions", positions, (rows.shape[0],))
     if tuple(weight.shape) != (params.head_dim,):
         raise invalid(op, "weight", f"of shape ({params.head_dim},)", tuple(weight.shape))
+    if not weight.is_floating_point():
+        raise invalid(op, "weight", "of a float dtype", weight.dtype)
+    require_device(op, state.device, rows=rows, positions=positions, weight=weight)
     if rope.rotary_dim > params.head_dim:
         raise invalid(op, "rope.rotary_dim", f"at most {params.head_dim}", rope.rotary_dim)
 
@@ -299,6 +307,7 @@ def write_compressor_state(
     _check_state(op, kv_score, position_bias, positions, impl)
     _check_fp32(op, "cache", cache, kv_score.shape[1])
     _check_integers(op, "slots", slots, (kv_score.shape[0],))
+    require_device(op, kv_score.device, cache=cache, slots=slots)
     if not cache.is_contiguous():
         raise invalid(op, "cache", "contiguous", f"strides {cache.stride()}")
     torch.ops.consistent_kernels.write_compressor_state(
@@ -394,6 +403,7 @@ def compress_to_cache(
         raise UnsupportedError(op, given, ["v4 for 512 columns", "indexer for 128"])
     check_cache(op, cache, layout)
     _check_integers(op, "slots", slots, (rows.shape[0],))
+    require_device(op, state.device, cache=cache, slots=slots)
     torch.ops.consistent_kernels.compress_to_cache(
         state, rows, positions, weight, cache, slots, rope.key, params.ratio, params.overlap,
         params.norm_eps, layout.name, impl,
@@ -426,6 +436,7 @@ def compress_bwd(
             f"of shape {(rows.shape[0], params.head_dim)}",
             tuple(grad_entries.shape),
         )
+    require_device("compress_bwd", state.device, grad_entries=grad_entries)
     tables = rope_tables(rope.key, state.device)
     if impl == "reference":
         _check_entry_range("compress_bwd", state, rows, positions, tables[0].shape[0])

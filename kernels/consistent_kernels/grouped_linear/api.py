@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.grouped_linear.spec import IMPLEMENTATIONS
 from consistent_kernels.linear.reference import linear_ref
@@ -23,6 +24,7 @@ def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, impl: str) -> torch.T
             for group in range(weight.shape[0])
         ]
         return torch.stack(parts, dim=1)
+    require_cuda("grouped_linear", impl, x)
     from consistent_kernels.grouped_linear.triton import grouped_linear_fwd
 
     return grouped_linear_fwd(x, weight)

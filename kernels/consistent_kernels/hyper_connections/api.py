@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.hyper_connections.backward import (
     hc_head_bwd_ref,
@@ -65,9 +66,7 @@ def _check_maps(
     _check_fp32(op, "fn", fn, (columns, streams * hidden))
     _check_fp32(op, "scale", scale, (1 if head else 3,))
     _check_fp32(op, "base", base, (columns,))
-    for name, value in (("fn", fn), ("scale", scale), ("base", base)):
-        if value.device != x.device:
-            raise invalid(op, name, f"on {x.device}", value.device)
+    require_device(op, x.device, fn=fn, scale=scale, base=base)
 
 
 def _check_iterations(op: str, iterations: int) -> None:
@@ -91,6 +90,7 @@ def _check_post(
         )
     _check_fp32(op, "post", post, (tokens, streams))
     _check_fp32(op, "comb", comb, (tokens, streams, streams))
+    require_device(op, x.device, y=y, post=post, comb=comb)
 
 
 def _hc_pre(
@@ -108,6 +108,7 @@ def _hc_pre(
     arguments = (x, fn, scale, base, norm_eps, eps, iterations, post_multiplier)
     if impl == "reference":
         return hc_pre_ref(*arguments)
+    require_cuda("hc_pre", impl, x)
     from consistent_kernels.hyper_connections.triton import hc_map_fwd
 
     return hc_map_fwd(*arguments, has_comb=True)
@@ -125,6 +126,7 @@ def _hc_head(
     count("hc_head", impl)
     if impl == "reference":
         return hc_head_ref(x, fn, scale, base, norm_eps, eps)
+    require_cuda("hc_head", impl, x)
     from consistent_kernels.hyper_connections.triton import hc_map_fwd
 
     return hc_map_fwd(x, fn, scale, base, norm_eps, eps, 1, 1.0, has_comb=False)[0]
@@ -136,6 +138,7 @@ def _hc_post(
     count("hc_post", impl)
     if impl == "reference":
         return hc_post_ref(y, x, post, comb)
+    require_cuda("hc_post", impl, x)
     from consistent_kernels.hyper_connections.triton import hc_post_fwd
 
     return hc_post_fwd(y, x, post, comb)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.index_range import check_range
 from consistent_kernels.indexer.layout import new_scores
@@ -66,6 +67,7 @@ def _scores(
         from consistent_kernels.indexer.deep_gemm import indexer_scores_deep_gemm
 
         return indexer_scores_deep_gemm(q, weights, k, k_scale, starts, ends)
+    require_cuda("indexer_scores", impl, q)
     from consistent_kernels.indexer.triton import indexer_scores_fwd
 
     return indexer_scores_fwd(q, weights, k, k_scale, starts, ends)
@@ -101,6 +103,7 @@ def _scores_paged(
             )
             scores[row, : place.shape[1]] = row_scores_ref(q[row], weights[row], k[0], k_scale[0])
         return scores
+    require_cuda("indexer_scores_paged", impl, q)
     from consistent_kernels.indexer.triton import indexer_scores_paged_fwd
 
     return indexer_scores_paged_fwd(q, weights, cache, block_table, requests, context_lens, columns)
@@ -318,6 +321,7 @@ def indexer_scores_paged(
     elif len(block_table) < len(q):
         raise invalid(op, "block_table", f"of at least {len(q)} rows", tuple(block_table.shape))
     _check_rows(op, "context_lens", context_lens, q)
+    require_device(op, q.device, cache=cache, block_table=block_table, schedule=schedule)
     if columns < 0:
         raise invalid(op, "columns", "at least 0", columns)
     return torch.ops.consistent_kernels.indexer_scores_paged(

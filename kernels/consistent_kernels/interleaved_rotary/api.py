@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.index_range import check_range
 from consistent_kernels.interleaved_rotary.reference import (
@@ -35,6 +36,8 @@ def _tables(
         most = cos.shape[0]
         what = f"from 0 to rope.max_position - 1 = {most - 1}"
         check_range("interleaved_rotary", "positions", positions, 0, most, what)
+    else:
+        require_cuda("interleaved_rotary", impl, x)
     return cos, sin
 
 
@@ -92,6 +95,7 @@ def _check(
         raise invalid(
             op, "positions", f"{x.shape[0]} integers", f"{tuple(positions.shape)} {positions.dtype}"
         )
+    require_device(op, x.device, positions=positions)
 
 
 def interleaved_rotary(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
 from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, INDEXER, LAYOUTS, KVLayout
 from consistent_kernels.kv_cache_fp8.reference import (
@@ -43,6 +44,7 @@ def _write_kv_fp8(
         _check_below("write_kv_fp8", "slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
         write_kv_fp8_ref(kv, cache, slot_mapping, LAYOUTS[layout], scale_format)
         return
+    require_cuda("write_kv_fp8", impl, cache)
     from consistent_kernels.kv_cache_fp8.triton import write_kv_fp8_fwd
 
     write_kv_fp8_fwd(kv, cache, slot_mapping, LAYOUTS[layout], scale_format)
@@ -69,6 +71,7 @@ def _gather_kv_fp8(
             rows = workspace_indices(positions)
             indices.copy_(torch.where(rows >= 0, rows + first_row, -1))
         return
+    require_cuda("gather_kv_fp8", impl, cache)
     from consistent_kernels.kv_cache_fp8.triton import gather_kv_fp8_fwd
 
     gather_kv_fp8_fwd(
@@ -263,6 +266,7 @@ def gather_kv_fp8(
     elif out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
         given = f"{out.dtype} of shape {tuple(out.shape)}, contiguous={out.is_contiguous()}"
         raise invalid(op, "out", f"contiguous bfloat16 of shape {shape}", given)
+    require_device(op, cache.device, out=out)
     if indices is not None:
         if indices.dtype != torch.int32 or indices.shape != positions.shape:
             given = f"{indices.dtype} {tuple(indices.shape)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.index_range import check_range
 from consistent_kernels.sparse_attention.backward import sparse_attention_bwd_ref
@@ -84,6 +85,7 @@ def _sparse_attention(
         check_indices(indices, kv.shape[0])
         return sparse_attention_ref(q, kv, indices, sinks, scale, d_v)
     if impl == "triton":
+        require_cuda("sparse_attention", impl, q)
         from consistent_kernels.sparse_attention.triton import sparse_attention_fwd
     else:
         from consistent_kernels.sparse_attention.flash_mla import sparse_attention_fwd
@@ -210,6 +212,7 @@ def sparse_attention_bwd(
             )
     if lse.dtype != torch.float32 or lse.shape != q.shape[:2]:
         raise invalid(op, "lse", f"float32 {tuple(q.shape[:2])}", f"{lse.dtype} {tuple(lse.shape)}")
+    require_device(op, q.device, grad_out=grad_out, out=out, lse=lse)
     arguments = (grad_out, q, kv, indices, out, lse, sinks, scale)
     if backward == "cudnn":
         from consistent_kernels.sparse_attention.cudnn import sparse_attention_bwd_cudnn
@@ -217,6 +220,7 @@ def sparse_attention_bwd(
         return sparse_attention_bwd_cudnn(*arguments)
     if impl == "reference":
         return sparse_attention_bwd_ref(*arguments)
+    require_cuda(op, impl, q)
     from consistent_kernels.sparse_attention.triton_bwd import sparse_attention_bwd_triton
 
     return sparse_attention_bwd_triton(*arguments)

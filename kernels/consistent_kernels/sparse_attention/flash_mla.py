@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError, invalid
 from consistent_kernels.sparse_attention.reference import padded_indices
 from consistent_kernels.sparse_attention.spec import FLASH_MLA_ENTRIES, FLASH_MLA_HEADS
@@ -67,6 +68,7 @@ def sparse_attention_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call FlashMLA; see `sparse_attention`."""
     _check(q, kv, d_v)
+    require_cuda("sparse_attention", "flash_mla", q)
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q.new_empty((0, heads, d_v)), q.new_empty((0, heads), dtype=torch.float32)

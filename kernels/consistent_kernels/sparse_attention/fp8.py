@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.index_range import check_range
 from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, workspace_indices
@@ -62,6 +63,7 @@ def _sparse_attention_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("sparse_attention_fp8", impl)
     if impl == "flash_mla":
+        require_cuda("sparse_attention_fp8", impl, q)
         from consistent_kernels.sparse_attention.fp8_flash_mla import sparse_attention_fp8_fwd
 
         extra = None if extra_cache is None else (extra_cache, extra_slots)
@@ -108,8 +110,7 @@ def _check_cache(
             f"int32 [{len(q)}, K]",
             f"{slots.dtype} {tuple(slots.shape)}",
         )
-    if cache.device != q.device or slots.device != q.device:
-        raise invalid(op, name, f"on {q.device}", f"{cache.device}, {slots.device}")
+    require_device(op, q.device, **{name: cache, f"slots of {name}": slots})
 
 
 def sparse_attention_fp8(
@@ -158,6 +159,7 @@ def sparse_attention_fp8(
         _check_cache(op, "extra", *extra, q, layout)
     if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != q.shape[1:2]):
         raise invalid(op, "sinks", f"float32 [{q.shape[1]}]", f"{sinks.dtype} {tuple(sinks.shape)}")
+    require_device(op, q.device, sinks=sinks)
     more = (None, None) if extra is None else extra
     return torch.ops.consistent_kernels.sparse_attention_fp8(
         q, cache, slots, *more, sinks, scale, impl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.sparse_topk.reference import sparse_topk_ref
 from consistent_kernels.sparse_topk.spec import IMPLEMENTATIONS, MAX_K
@@ -35,6 +36,7 @@ def _sparse_topk(
             expected = f"0 <= start <= end <= {scores.shape[1]}"
             raise invalid("sparse_topk", "starts, ends", expected, given)
         return sparse_topk_ref(scores, starts, ends, k)
+    require_cuda("sparse_topk", impl, scores)
     if impl == "cuda":
         from consistent_kernels.sparse_topk.cuda import sparse_topk_select
 

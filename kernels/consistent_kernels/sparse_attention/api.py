@@ -85,7 +85,6 @@ def _sparse_attention(
         check_indices(indices, kv.shape[0])
         return sparse_attention_ref(q, kv, indices, sinks, scale, d_v)
     if impl == "triton":
-        require_cuda("sparse_attention", impl, q)
         from consistent_kernels.sparse_attention.triton import sparse_attention_fwd
     else:
         from consistent_kernels.sparse_attention.flash_mla import sparse_attention_fwd

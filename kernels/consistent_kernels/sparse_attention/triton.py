@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned
+from consistent_kernels.devices import require_cuda
 from consistent_kernels.errors import UnsupportedError
 from consistent_kernels.sparse_attention.reference import padded_indices
 from consistent_kernels.sparse_attention.spec import (
@@ -143,6 +144,7 @@ def sparse_attention_fwd(
     """Launch the kernel; see `sparse_attention`."""
     tokens, heads, width = q.shape
     rope = check_widths("sparse_attention", width, d_v)
+    require_cuda("sparse_attention", "triton", q)
     out = torch.empty((tokens, heads, d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens == 0:

@@ -432,6 +432,7 @@ class ModelSession:
             "stock_mismatched_tokens": control,
             "mean_logprob": found.mean_logprob,
             "stock_environment": stock.started["environment"],
+            "engine_args": self.options.engine_args,
             "contract": (seat.started["report"] or {}).get("digest"),
             "runner": (seat.started["report"] or {}).get("runner"),
             "start_seconds": {

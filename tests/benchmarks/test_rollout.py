@@ -160,7 +160,7 @@ def test_rows_hold_what_the_table_needs() -> None:
     assert (row["ours"], row["stock"], row["unit"], row["pairs"]) == (80.0, 100.0, "tokens/s", 3)
     assert (row["mismatched_tokens"], row["stock_mismatched_tokens"]) == (0, 0)
     assert (row["contract"], row["runner"]) == ("d1", "V2")
-    assert row["stock_environment"] == {"VLLM_OF": STOCK}
+    assert (row["stock_environment"], row["engine_args"]) == ({"VLLM_OF": STOCK}, {})
     assert row["compared_tokens"] >= 8
     assert row["mean_logprob"] == pytest.approx(float(LOGPROB))
     assert row["start_seconds"] == {"ours": 30.0, "stock": 30.0, "cache": "cold"}

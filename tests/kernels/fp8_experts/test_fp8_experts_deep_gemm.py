@@ -222,6 +222,7 @@ def test_experts_deep_gemm_rejects_what_it_cannot_serve() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_DEEP_GEMM, reason="needs Hopper or Blackwell and vLLM's CUDA wheel")
+@pytest.mark.usefixtures("compiled")
 class TestOnHopper:
     @staticmethod
     def outputs(given: tuple[torch.Tensor, ...], layout: str, fmt: str = "fp32") -> torch.Tensor:

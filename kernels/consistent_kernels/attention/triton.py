@@ -24,6 +24,7 @@ from consistent_kernels.attention.spec import (
     query_slots,
 )
 from consistent_kernels.errors import UnsupportedError, invalid
+from consistent_kernels.triton_launch import launch
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NO_WINDOW = 1 << 30
@@ -433,8 +434,14 @@ def write_kv_fwd(
     k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (k, v))
     width = k.shape[1] * k.shape[2]
     if k.shape[0]:
-        _write_kv_kernel[(k.shape[0],)](
-            k, v, k_cache, v_cache, slot_mapping.to(torch.int64),
-            k.stride(0), v.stride(0), k_cache.shape[1], k_cache.stride(0), v_cache.stride(0),
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
-        )  # fmt: skip
+        slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.long()
+        launch(
+            _write_kv_kernel,
+            (k.shape[0],),
+            (
+                *(k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0)),
+                *(k_cache.shape[1], k_cache.stride(0), v_cache.stride(0)),
+            ),
+            {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)},
+            num_warps=4,
+        )

@@ -10,6 +10,8 @@ property of the layer, never of the batch. On an H200 both give the same bits.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from consistent_kernels import vendored
@@ -26,19 +28,24 @@ def is_served(columns: int, inner: int, has_bias: bool, out_dtype: torch.dtype) 
     return not has_bias and all(size % _TMA_BYTES == 0 for size in row_bytes)
 
 
-def pieces(rows: int) -> list[int]:
+@functools.cache
+def pieces(rows: int) -> tuple[int, ...]:
     """Return the row counts of the calls that serve `rows` rows, in order (see `PIECES`)."""
-    found = []
+    found: list[int] = []
     for size in PIECES:
         found += [size] * (rows // size)
         rows %= size
-    return [*found, rows] if rows else found
+    return (*found, rows) if rows else tuple(found)
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     """Write x W^T to y, fp32 accumulation; x [M, K], weight [N, K], y [M, N], all contiguous."""
     library, start = vendored.deep_gemm(), 0
-    for rows in pieces(x.shape[0]):
+    sizes = pieces(x.shape[0])
+    if len(sizes) == 1:  # a view of each side costs as much as the call
+        library.bf16_gemm_nt(x, weight, y)
+        return
+    for rows in sizes:
         part = slice(start, start + rows)
         library.bf16_gemm_nt(x[part], weight, y[part])
         start += rows

@@ -38,7 +38,7 @@ def _validate(op: str, x: torch.Tensor, weight: torch.Tensor, impl: str) -> None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -81,7 +81,7 @@ def _add_rms_norm(
     from consistent_kernels.rms_norm.triton import rms_norm_fwd
 
     y, total = rms_norm_fwd(_rows(x), _rows(residual), weight, eps)
-    return y.view(x.shape), total.view(x.shape)
+    return (y, total) if x.dim() == 2 else (y.view(x.shape), total.view(x.shape))
 
 
 _LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")

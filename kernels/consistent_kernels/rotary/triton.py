@@ -13,6 +13,7 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.rotary.spec import HEADS_PER_PROGRAM, NUM_WARPS
+from consistent_kernels.triton_launch import launch
 from consistent_kernels.triton_tree import halving_tree_columns
 
 
@@ -114,29 +115,35 @@ def rotary_fwd(
     block_half = triton.next_power_of_2(half)
     if tokens:
         blocks = triton.cdiv(q_heads, HEADS_PER_PROGRAM) + triton.cdiv(k_heads, HEADS_PER_PROGRAM)
-        _rotary_fwd_kernel[(tokens, blocks)](
-            positions,
-            q_rows,
-            k_rows,
-            aligned(q_weight),
-            aligned(k_weight),
-            cos_table,
-            sin_table,
-            q_out,
-            k_out,
-            q_rows.stride(0),
-            k_rows.stride(0),
-            cos_table.shape[0],
-            eps,
-            Q_HEADS=q_heads,
-            K_HEADS=k_heads,
-            D=head_dim,
-            HALF=half,
-            HAS_NORM=norm is not None,
-            HEADS=HEADS_PER_PROGRAM,
-            BLOCK_HALF=block_half,
-            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
-            LEVELS=block_half.bit_length() - 1,
+        launch(
+            _rotary_fwd_kernel,
+            (tokens, blocks),
+            (
+                positions,
+                q_rows,
+                k_rows,
+                aligned(q_weight),
+                aligned(k_weight),
+                cos_table,
+                sin_table,
+                q_out,
+                k_out,
+                q_rows.stride(0),
+                k_rows.stride(0),
+                cos_table.shape[0],
+                eps,
+            ),
+            {
+                "Q_HEADS": q_heads,
+                "K_HEADS": k_heads,
+                "D": head_dim,
+                "HALF": half,
+                "HAS_NORM": norm is not None,
+                "HEADS": HEADS_PER_PROGRAM,
+                "BLOCK_HALF": block_half,
+                "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+                "LEVELS": block_half.bit_length() - 1,
+            },
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned_rows
 from consistent_kernels.silu_and_mul.spec import BLOCK, NUM_WARPS
+from consistent_kernels.triton_launch import launch
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
@@ -36,14 +37,11 @@ def silu_and_mul_fwd(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = aligned_rows(gate), aligned_rows(up)
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if rows:
-        _silu_and_mul_fwd_kernel[(rows, triton.cdiv(columns, BLOCK))](
-            gate,
-            up,
-            y,
-            gate.stride(0),
-            up.stride(0),
-            columns,
-            BLOCK=BLOCK,
+        launch(
+            _silu_and_mul_fwd_kernel,
+            (rows, triton.cdiv(columns, BLOCK)),
+            (gate, up, y, gate.stride(0), up.stride(0), columns),
+            {"BLOCK": BLOCK},
             num_warps=NUM_WARPS,
         )
     return y

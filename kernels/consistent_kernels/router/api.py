@@ -205,7 +205,7 @@ def hash_expert_ids(
         num_experts: E; checked where `table` is on the CPU.
 
     Returns:
-        [T, K] int32.
+        [T, K] int32. Where a row of the table names an expert twice, lay experts out "contiguous".
 
     Raises:
         InvalidInputError: shape or dtype, an expert or token id out of range (CPU).

@@ -16,6 +16,9 @@ BATCHES = ("1", "64", "256")
 SPARSE = {
     "compressor": ("csa", "hca", "index"),
     "gather_kv_fp8": ("v32", "v4"),
+    "grouped_linear": ("v32 k_up", "v32 v_up", "v4 out_a"),
+    "indexer_scores_paged": ("keys=4096", "keys=32768", "keys=131072"),
+    "interleaved_rotary": ("v32", "v4 inverse"),
     "hc_head": ("",),
     "hc_post": ("",),
     "hc_pre": ("",),

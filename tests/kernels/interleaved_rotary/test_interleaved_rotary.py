@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -152,6 +155,38 @@ def test_interleaved_rotary_equals_transformers_in_fp32() -> None:
     theirs = modeling.apply_rotary_pos_emb(x.transpose(0, 1).unsqueeze(0), cos, sin)
     ours = interleaved_rotary(positions, x, rope=ROPES[1], impl="reference")
     assert_bitwise_equal(ours, theirs[0].transpose(0, 1).contiguous())
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_interleaved_rotary_agrees_with_stock_vllm(inverse: bool) -> None:
+    """V4's class with yarn tables, both directions: one rounding to bf16 and the tables apart.
+
+    Frequencies are fp32 on both sides; vLLM's has some four roundings more, which a position of at
+    most 1,023 multiplies: an angle off by at most 1023 * 4 * 2^-24 < 2^-12.
+    """
+    stock = pytest.importorskip("vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope")
+    rope = RopeParameters(
+        head_dim=512, rotary_dim=64, theta=160000.0, max_position=1024, rope_type="yarn",
+        factor=4.0, original_max_position=256, attention_factor=1.0,
+    )  # fmt: skip
+    kind = stock.DeepseekV4ScalingRotaryEmbedding
+    theirs = SimpleNamespace(
+        rotary_dim=64, base=rope.theta, max_position_embeddings=256, scaling_factor=4.0,
+        beta_fast=32, beta_slow=1, extrapolation_factor=1, mscale=1.0, is_neox_style=False,
+    )  # fmt: skip
+    theirs._compute_inv_freq = functools.partial(kind._compute_inv_freq, theirs)
+    theirs.cos_sin_cache = kind._compute_cos_sin_cache(theirs)
+    positions, x = inputs(rope, "cpu", heads=3)
+    expected, _ = kind.forward_native(theirs, positions, x, inverse=inverse)
+    ours = interleaved_rotary(positions, x, rope=rope, inverse=inverse, impl="reference")
+    assert_bitwise_equal(ours[..., :448], expected[..., :448].contiguous())
+    pair = x[..., 448:].float().unflatten(-1, (-1, 2)).abs().sum(-1).repeat_interleave(2, -1)
+    turned = expected[..., 448:].float()
+    allowed = turned.abs() * 2**-7 + pair * 2**-12
+    assert bool(((ours[..., 448:].float() - turned).abs() <= allowed).all())
+    other = interleaved_rotary(positions, x, rope=rope, inverse=not inverse, impl="reference")
+    far = (other[..., 448:].float() - turned).abs() > allowed
+    assert float(far.float().mean()) > 0.5, "control: the other direction is out of bound"
 
 
 def test_control_halves_instead_of_pairs_differ(impl_device: tuple[str, str]) -> None:

@@ -10,7 +10,10 @@ _TILE = 8192
 _NUM_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["stride", "vocab"])
+@triton.jit(
+    do_not_specialize=["stride", "vocab"],
+    do_not_specialize_on_alignment=["ids_ptr"],  # a request's part of all prompts' tokens
+)
 def _count_at_least_kernel(
     count_ptr,  # [rows] int64, zeros
     logits_ptr,  # [rows, V] fp32, row stride stride

@@ -129,8 +129,7 @@ def test_chunked_prefill_equals_one_shot(
         assert_bitwise_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("hit", [0, 16, 48])
-def test_prefix_hit_equals_miss(engine: Any, hit: int) -> None:
+def assert_hit_equals_miss(engine: Any, hit: int) -> None:
     whole = prompt(60, salt=3)
     engine.reset_prefix_cache()
     miss = sample(engine, [whole])
@@ -144,6 +143,22 @@ def test_prefix_hit_equals_miss(engine: Any, hit: int) -> None:
         e[t].logprob for t, e in zip(miss[0].token_ids, output.outputs[0].logprobs, strict=True)
     ]
     assert_bitwise_equal(torch.tensor(values), miss[0].logprobs)
+
+
+@pytest.mark.parametrize("hit", [0, 16, 48])
+def test_prefix_hit_equals_miss(engine: Any, hit: int) -> None:
+    assert_hit_equals_miss(engine, hit)
+
+
+@pytest.mark.parametrize("hit", [8, 56])
+def test_prefix_hit_in_pages_of_8_equals_miss(engines: Callable[..., Any], hit: int) -> None:
+    assert_hit_equals_miss(engines("llama", block_size=8), hit)
+
+
+def test_pages_of_8_equal_pages_of_16(engines: Callable[..., Any]) -> None:
+    prompts = [prompt(n) for n in LENGTHS]
+    small = sample(engines("llama", block_size=8), prompts)
+    assert_same(small, sample(engines("llama"), prompts))
 
 
 def test_multi_turn_prefix_equals_miss(engine: Any) -> None:

@@ -442,6 +442,6 @@ def write_kv_fwd(
                 *(k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0)),
                 *(k_cache.shape[1], k_cache.stride(0), v_cache.stride(0)),
             ),
-            {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)},
+            {"WIDTH": width, "BLOCK": 1 << (width - 1).bit_length()},
             num_warps=4,
         )

@@ -1,5 +1,7 @@
 """What RMSNorm computes, and the pinned schedule of each implementation."""
 
+import functools
+
 from consistent_kernels.contract import OpSpec, Program
 from consistent_kernels.program_source import source_sha256
 
@@ -39,6 +41,7 @@ _SHARED = {"reference": (), "triton": ("triton_tree.py", "alignment.py")}
 IMPLEMENTATIONS = tuple(_SCHEDULES)
 
 
+@functools.cache
 def num_warps(columns: int) -> int:
     """Return the warps of a row in Triton."""
     return next(w for limit, w in NUM_WARPS.items() if limit is None or columns <= limit)

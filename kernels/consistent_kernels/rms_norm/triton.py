@@ -78,7 +78,7 @@ def rms_norm_fwd(
         (y [rows, H], s = round(x + residual) or None).
     """
     rows, size = x.shape
-    lanes = min(LANES, triton.next_power_of_2(size))
+    lanes = min(LANES, 1 << (size - 1).bit_length())
     x, weight = aligned_rows(x), aligned(weight)
     residual = aligned_rows(residual) if residual is not None else None
     y = torch.empty((rows, size), dtype=x.dtype, device=x.device)

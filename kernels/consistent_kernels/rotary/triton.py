@@ -112,9 +112,9 @@ def rotary_fwd(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q_weight, k_weight, eps = norm or (cos_table, cos_table, 0.0)
-    block_half = triton.next_power_of_2(half)
+    block_half = 1 << (half - 1).bit_length()
     if tokens:
-        blocks = triton.cdiv(q_heads, HEADS_PER_PROGRAM) + triton.cdiv(k_heads, HEADS_PER_PROGRAM)
+        blocks = sum(-(-heads // HEADS_PER_PROGRAM) for heads in (q_heads, k_heads))
         launch(
             _rotary_fwd_kernel,
             (tokens, blocks),
@@ -141,7 +141,7 @@ def rotary_fwd(
                 "HAS_NORM": norm is not None,
                 "HEADS": HEADS_PER_PROGRAM,
                 "BLOCK_HALF": block_half,
-                "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+                "BLOCK_REST": 1 << (max(1, head_dim - 2 * half) - 1).bit_length(),
                 "LEVELS": block_half.bit_length() - 1,
             },
             num_warps=NUM_WARPS,

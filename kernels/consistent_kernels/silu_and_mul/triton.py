@@ -39,7 +39,7 @@ def silu_and_mul_fwd(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if rows:
         launch(
             _silu_and_mul_fwd_kernel,
-            (rows, triton.cdiv(columns, BLOCK)),
+            (rows, -(-columns // BLOCK)),
             (gate, up, y, gate.stride(0), up.stride(0), columns),
             {"BLOCK": BLOCK},
             num_warps=NUM_WARPS,

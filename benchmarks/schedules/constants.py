@@ -30,6 +30,10 @@ GATHERS = [
     {"GATHER_WARPS": warps, "GATHER_VALUES": values}
     for warps, values in ((4, 8), (8, 8), (2, 8), (4, 16))
 ]
+GATHERS_V4 = [
+    {"GATHER_WARPS": warps, "GATHER_VALUES_V4": values}
+    for warps, values in ((4, 16), (4, 8), (2, 16), (8, 16), (2, 32), (4, 32))
+]
 COMPRESSORS = [{"COLUMNS_PER_WARP": columns} for columns in (64, 128, 256)]
 ROUTERS = [{"NUM_WARPS": warps} for warps in (1, 2)]
 GROUPED_TILES = [
@@ -45,10 +49,10 @@ INDEXERS = [{"MIN_PROGRAMS": programs} for programs in (0, 132, 264, 528)]
 
 def gathers(setting: Setting) -> Iterator[Group]:
     """FP8 entries gathered to bf16."""
-    shapes = ((V32, 5),) if setting.small else ((V32, 64), (V32, 256), (V4, 64))
+    shapes = ((V32, 5),) if setting.small else ((V4, 256), (V4, 64), (V32, 64), (V32, 256))
     for layout, queries in shapes:
         for case in kv_cases.reads(setting, layout, queries):
-            yield from _groups(case, kv_cache, GATHERS)
+            yield from _groups(case, kv_cache, GATHERS_V4 if layout is V4 else GATHERS)
 
 
 def compressors(setting: Setting) -> Iterator[Group]:

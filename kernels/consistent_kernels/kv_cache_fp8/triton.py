@@ -15,6 +15,7 @@ from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, KVLayout
 from consistent_kernels.kv_cache_fp8.spec import (
     FP8_MAX,
     GATHER_VALUES,
+    GATHER_VALUES_V4,
     GATHER_WARPS,
     MIN_AMAX,
     MIN_NORMAL,
@@ -241,7 +242,8 @@ def _constants(layout: KVLayout, block_size: int) -> dict[str, int]:
 
 def gather_rows(layout: KVLayout) -> int:
     """Return the cache entries that one program reads."""
-    return max(32 * GATHER_WARPS * GATHER_VALUES // layout.group, 1)
+    values = GATHER_VALUES_V4 if layout.name == "v4" else GATHER_VALUES
+    return max(32 * GATHER_WARPS * values // layout.group, 1)
 
 
 def write_constants(layout: KVLayout, block_size: int, scale_format: str) -> dict[str, int]:

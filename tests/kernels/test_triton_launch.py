@@ -50,6 +50,7 @@ class OnCuda(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "PAST_BINDING", True)
     monkeypatch.setattr(triton_launch, "_COMPILED", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
@@ -103,6 +104,15 @@ def test_constants_out_of_order_are_refused() -> None:
         launch(Kernel(), (5,), (tensor(), tensor(), 64), {"BLOCK": 64, "WIDTH": 48})
 
 
+def test_switched_off_triton_takes_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "PAST_BINDING", False)
+    kernel = Kernel()
+    for _ in range(2):
+        launch(kernel, (5,), (tensor(), tensor(), 64), CONSTANTS, num_warps=4)
+    assert len(kernel.direct) == 2
+    assert not triton_launch._COMPILED
+
+
 def test_the_interpreter_takes_every_call() -> None:
     kernel = Kernel()
     for _ in range(2):
@@ -121,6 +131,7 @@ def test_direct_launches_equal_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
         monkeypatch.undo()
+        monkeypatch.setattr(triton_launch, "PAST_BINDING", True)
         triton_launch._COMPILED.clear()
         first = rms_norm.rms_norm_fwd(x, residual, weight, 1e-6)
         assert triton_launch._COMPILED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.env import variables
 from benchmarks.rollout.process import serve
 from benchmarks.rollout.samples import Sample
 from benchmarks.rollout.works import DECODE, FIRST_TOKEN, PROFILE_TOKENS
@@ -43,7 +43,7 @@ class Engine:
         """
         environment = {
             name: value
-            for name, value in sorted(os.environ.items())
+            for name, value in sorted(variables().items())
             if name.startswith("VLLM_") and name not in _OF_THE_BENCHMARK
         }
         begin = time.perf_counter()

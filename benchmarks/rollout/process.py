@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.record import ROOT
+from benchmarks.env import variables
 from consistent_kernels.errors import ConsistencyError
 
 _LOG_LINES = 40
@@ -43,7 +44,7 @@ class Process:
         with self.log.open("w") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
-                env=os.environ | dict(environment),
+                env=variables() | dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,

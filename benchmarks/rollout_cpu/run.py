@@ -25,6 +25,7 @@ import sys
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {
     "consistent": ("bfloat16", "1"),
     "stock_bf16": ("bfloat16", "0"),
@@ -116,8 +117,9 @@ def rescore(engine: object, outputs: list) -> dict:
 
 def spawn(args: argparse.Namespace, engine: str) -> dict:
     """Run `child` for one engine in a fresh process."""
-    environment = dict(os.environ)
-    environment |= {
+    from benchmarks.env import variables
+
+    environment = variables() | {
         "VLLM_CONSISTENT": ENGINES[engine][1],
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -156,6 +158,7 @@ def main() -> int:
     parser.add_argument("--out", help="write the JSON here as well as to stdout")
     parser.add_argument("--engine", choices=tuple(ENGINES), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
     if args.engine:
         sys.stdout.write(json.dumps(child(args)) + "\n")
         return 0
@@ -170,6 +173,8 @@ def main() -> int:
         raise SystemExit(f"{mismatched} log-probs differ: no speed is reported")
     import torch
     import vllm
+
+    from benchmarks.env import variables
 
     speed, cpu_speed = (
         {n: statistics.median(r[unit] for r in rs) for n, rs in runs.items()}
@@ -195,7 +200,7 @@ def main() -> int:
         "mismatched_tokens": mismatched,
         "runs": runs,
         "hardware": cpu_name(),
-        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
+        "threads": variables().get("OMP_NUM_THREADS", "default"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "commit": subprocess.run(

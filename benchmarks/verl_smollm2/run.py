@@ -158,13 +158,16 @@ def command(run: str, overrides: list[str]) -> list[str]:
 
 def environment(out: Path, run: str, device: str) -> dict[str, str]:
     """Return the variables of a run."""
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    from benchmarks.env import variables
+
+    given = variables()
+    paths = [str(ROOT), str(ROOT / "kernels"), given.get("PYTHONPATH", "")]
     if device == "cpu":
         from vllm_name import name_vllm
 
         paths[:0] = [str(SUPPORT), str(name_vllm(out / "names"))]
     env = {
-        **os.environ,
+        **given,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VERL_FILE_LOGGER_PATH": str(out / f"{run}.jsonl"),
         "HYDRA_FULL_ERROR": "1",

@@ -437,9 +437,6 @@ def write_kv(
         raise invalid(op, "v", f"shaped and paged like k, {tuple(k.shape)}", tuple(v.shape))
     _check_cache(op, "k_cache", k_cache, impl)
     _check_index(op, "slot_mapping", slot_mapping, 1, k.shape[0])
-    if k.is_cuda and not torch.compiler.is_compiling():
-        _write_kv(k, v, k_cache, v_cache, slot_mapping, impl)  # a dispatch costs as much as it
-        return
     torch.ops.consistent_kernels.write_kv(k, v, k_cache, v_cache, slot_mapping, impl)
 
 

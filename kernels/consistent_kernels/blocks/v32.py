@@ -181,10 +181,10 @@ class PagedV32Attention:
         if self.ops.programs.read == "fp8":
             slots = batch.physical(selected)
             return self.ops.sparse_attention_fp8(query, self.cache, slots, scale)
-        outs = []
-        for piece in self.workspace.pieces(len(query)):
-            rows, indices = self.workspace.gather(
-                [(self.cache, selected)], piece, batch, self.ops.programs.other
-            )
-            outs.append(self.ops.sparse_attention(query[piece], rows, indices, scale, LATENT))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.workspace.attend(
+            query,
+            [(self.cache, selected)],
+            batch,
+            self.ops.programs.other,
+            lambda *piece: self.ops.sparse_attention(*piece, scale, LATENT),
+        )

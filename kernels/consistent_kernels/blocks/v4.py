@@ -213,15 +213,13 @@ class PagedV4Attention:
         sources = [(self.cache, window)]
         if self.entries is not None and selected is not None:
             sources.append((self.entries.cache, selected))
-        outs = []
-        for piece in self.workspace.pieces(len(query)):
-            rows, indices = self.workspace.gather(sources, piece, batch, self.ops.programs.other)
-            outs.append(
-                self.ops.sparse_attention(
-                    query[piece], rows, indices, self.params.scale, LATENT, "sinks"
-                )
-            )
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.workspace.attend(
+            query,
+            sources,
+            batch,
+            self.ops.programs.other,
+            lambda *piece: self.ops.sparse_attention(*piece, self.params.scale, LATENT, "sinks"),
+        )
 
     def _attend_fp8(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,29 +39,36 @@ class EntryWorkspace:
         self.bounds = WorkspaceBounds(layout, selected_queries=queries, k=entries)
         self.rows = self.bounds.allocate(device)
 
-    def pieces(self, queries: int) -> Iterator[slice]:
-        """Yield rows of a step that are gathered together; of an empty step one empty piece."""
-        step = self.bounds.selected_queries
-        for begin in range(0, max(queries, 1), step):
-            yield slice(begin, min(begin + step, queries))
-
-    def gather(
-        self, sources: Sequence[Source], piece: slice, batch: PagedBatch, impl: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantize the entries of a piece's queries.
+    def attend(
+        self,
+        query: torch.Tensor,
+        sources: Sequence[Source],
+        batch: PagedBatch,
+        impl: str,
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend over the entries of every query of a step, piece by piece.
 
         Args:
-            sources: caches and the places of all queries of the step; columns in this order.
-            piece: from `pieces`.
+            query: [T, heads, width].
+            sources: caches and the places of all queries; columns in this order.
             batch: of the step.
             impl: of `gather_kv_fp8`.
-
-        Returns:
-            (rows of the workspace [n, width] bf16, indices [queries, columns] int32 of them).
+            attention: (queries of a piece, rows, indices) -> their outputs.
 
         Raises:
             InvalidInputError: more entries than the bounds allow.
         """
+        step, outs = self.bounds.selected_queries, []
+        for begin in range(0, max(len(query), 1), step):  # of an empty step one empty piece
+            piece = slice(begin, begin + step)
+            outs.append(attention(query[piece], *self._gather(sources, piece, batch, impl)))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _gather(
+        self, sources: Sequence[Source], piece: slice, batch: PagedBatch, impl: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantize a piece's entries: (rows [n, width] bf16, indices [queries, columns])."""
         sources = [(cache, places[piece]) for cache, places in sources]
         queries, columns = sources[0][1].shape[0], sum(at.shape[1] for _, at in sources)
         used = self.bounds.view(self.rows, queries, columns).view(-1, self.bounds.layout.width)

@@ -14,6 +14,7 @@ from consistent_kernels.model_facts import ARCHITECTURES, model_facts
 from consistent_kernels.resolve import resolve_contract
 from consistent_kernels.rotary import RopeParameters
 from vllm_consistent import contracts, env, patches
+from vllm_consistent.capture_sizes import capture_prompts
 from vllm_consistent.refusals import EXTENSION, WORKERS, violations
 
 if TYPE_CHECKING:
@@ -105,3 +106,4 @@ def _select(vllm_config: VllmConfig, device_type: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    capture_prompts(vllm_config)

@@ -13,13 +13,7 @@ import triton.language as tl
 from consistent_kernels.experts.deep_gemm_places import Places
 from consistent_kernels.experts.triton_activation import gated_activation
 from consistent_kernels.quantization.spec import GROUP
-from consistent_kernels.quantization.triton import (
-    group_scale,
-    magnitude_bits,
-    scaled_rows,
-    to_fp8,
-    written_scale,
-)
+from consistent_kernels.quantization.triton import store_quantized
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 """(values [places, K] float8_e4m3fn, column-major scale [places, G] or [E, capacity, G] fp32)."""
@@ -29,9 +23,10 @@ _NUM_WARPS = 4
 
 
 @triton.jit
-def _scale_at(place, s_places, GROUPS: tl.constexpr):
+def _scales_at(s_ptr, place, groups, s_places, GROUPS: tl.constexpr):
     # Scales stand column by column, in one part or, in the masked layout, in one part an expert.
-    return (place // s_places) * s_places * GROUPS + place % s_places
+    first = (place // s_places) * s_places * GROUPS + place % s_places
+    return s_ptr + first + groups.to(tl.int64) * s_places
 
 
 @triton.jit(do_not_specialize=["s_row_stride", "s_column_stride", "s_places"])
@@ -40,7 +35,7 @@ def _to_places_kernel(
     s_ptr,  # [T, GROUPS]
     place_ptr,  # [T * SLOTS]
     out_ptr,  # [places, K] bytes
-    out_scale_ptr,  # see _scale_at
+    out_scale_ptr,  # see _scales_at
     s_row_stride,
     s_column_stride,
     s_places,
@@ -61,7 +56,7 @@ def _to_places_kernel(
     tl.store(out_ptr + place * K + columns, q, mask=columns < K)
     s_at = s_ptr + token * s_row_stride + groups.to(tl.int64) * s_column_stride
     scale = tl.load(s_at, mask=groups < GROUPS)
-    out_at = out_scale_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
+    out_at = _scales_at(out_scale_ptr, place, groups, s_places, GROUPS)
     tl.store(out_at, scale, mask=groups < GROUPS)
 
 
@@ -71,7 +66,7 @@ def _quantize_to_places_kernel(
     x_ptr,  # [T, K], row stride x_stride
     place_ptr,  # [T * SLOTS]
     q_ptr,  # [places, K] bytes
-    s_ptr,  # see _scale_at
+    s_ptr,  # see _scales_at
     x_stride,
     s_places,
     SLOTS: tl.constexpr,
@@ -90,11 +85,9 @@ def _quantize_to_places_kernel(
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = columns < K
     x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale, finite = group_scale(tl.max(magnitude_bits(x), 1), UE8M0)
-    scaled = scaled_rows(x, scale, BLOCK, GROUP, UE8M0)
-    tl.store(q_ptr + place * K + columns, to_fp8(scaled, finite[:, None]), mask=inside)
-    s_at = s_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
-    tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)
+    q_at = q_ptr + place * K + columns
+    s_at = _scales_at(s_ptr, place, groups, s_places, GROUPS)
+    store_quantized(x, q_at, s_at, inside, groups < GROUPS, BLOCK, GROUP, UE8M0)
 
 
 @triton.jit(do_not_specialize=["limit", "s_places"])
@@ -102,7 +95,7 @@ def _activate_and_quantize_kernel(
     x_ptr,  # [places, 2 WIDTH]: gate, then up
     place_ptr,  # [T * slots]
     q_ptr,  # [places, WIDTH] bytes
-    s_ptr,  # see _scale_at
+    s_ptr,  # see _scales_at
     limit,
     s_places,
     WIDTH: tl.constexpr,
@@ -123,11 +116,9 @@ def _activate_and_quantize_kernel(
     up = tl.load(row + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     hidden = gated_activation(gate, up, limit, HAS_LIMIT)
     hidden = hidden.to(x_ptr.dtype.element_ty).to(tl.float32)
-    scale, finite = group_scale(tl.max(magnitude_bits(hidden), 1), UE8M0)
-    scaled = scaled_rows(hidden, scale, BLOCK, GROUP, UE8M0)
-    tl.store(q_ptr + place * WIDTH + columns, to_fp8(scaled, finite[:, None]), mask=inside)
-    s_at = s_ptr + _scale_at(place, s_places, GROUPS) + groups.to(tl.int64) * s_places
-    tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)
+    q_at = q_ptr + place * WIDTH + columns
+    s_at = _scales_at(s_ptr, place, groups, s_places, GROUPS)
+    store_quantized(hidden, q_at, s_at, inside, groups < GROUPS, BLOCK, GROUP, UE8M0)
 
 
 def empty_places(places: Places, columns: int) -> Quantized:

@@ -28,7 +28,7 @@ GROUPS_PER_PROGRAM = 16
 
 
 @triton.jit
-def group_scale(amax_bits, UE8M0: tl.constexpr):
+def _group_scale(amax_bits, UE8M0: tl.constexpr):
     """Scale of groups from the int32 bits of their fp32 amax; (scale, whether it is finite).
 
     Bits of non-negative floats compare as the floats do, and NaN is above infinity: a maximum of
@@ -46,19 +46,19 @@ def group_scale(amax_bits, UE8M0: tl.constexpr):
 
 
 @triton.jit
-def magnitude_bits(x):
+def _magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def to_fp8(scaled, finite):
+def _to_fp8(scaled, finite):
     clamped = tl.minimum(tl.maximum(scaled, -_FP8_MAX), _FP8_MAX)
     bits = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return tl.where(finite, bits, _FP8_NAN).to(tl.uint8)
 
 
 @triton.jit
-def scaled_rows(x, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, UE8M0: tl.constexpr):
+def _scaled_rows(x, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, UE8M0: tl.constexpr):
     """x [BLOCK, GROUP] / scale [BLOCK], IEEE."""
     if UE8M0:
         # The reciprocal of a power of two is exact, so this is the quotient, for less.
@@ -70,9 +70,27 @@ def scaled_rows(x, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, UE8M0: tl.co
 
 
 @triton.jit
-def written_scale(scale, finite):
+def _written_scale(scale, finite):
     nan = tl.full(scale.shape, _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
     return tl.where(finite, scale, nan)
+
+
+@triton.jit
+def store_quantized(
+    x,  # [BLOCK, GROUP] fp32, a group of one row in each line
+    q_at,  # [BLOCK, GROUP] where its bytes go
+    s_at,  # [BLOCK] where its scales go
+    inside,  # [BLOCK, GROUP] columns that exist
+    groups_inside,  # [BLOCK]
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """Quantize groups of a row as `quantize_rows` does, and write them."""
+    scale, finite = _group_scale(tl.max(_magnitude_bits(x), 1), UE8M0)
+    scaled = _scaled_rows(x, scale, BLOCK, GROUP, UE8M0)
+    tl.store(q_at, _to_fp8(scaled, finite[:, None]), mask=inside)
+    tl.store(s_at, _written_scale(scale, finite), mask=groups_inside)
 
 
 @triton.jit(do_not_specialize=["s_row_stride", "s_column_stride"])
@@ -94,11 +112,9 @@ def _quantize_rows_fwd_kernel(
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = columns < K
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale, finite = group_scale(tl.max(magnitude_bits(x), 1), UE8M0)
-    scaled = scaled_rows(x, scale, BLOCK, GROUP, UE8M0)
-    tl.store(q_ptr + row * K + columns, to_fp8(scaled, finite[:, None]), mask=inside)
+    q_at = q_ptr + row * K + columns
     s_at = s_ptr + row * s_row_stride + groups.to(tl.int64) * s_column_stride
-    tl.store(s_at, written_scale(scale, finite), mask=groups < GROUPS)
+    store_quantized(x, q_at, s_at, inside, groups < GROUPS, BLOCK, GROUP, UE8M0)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -117,13 +133,13 @@ def _quantize_blocks_fwd_kernel(
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     at = rows.to(tl.int64)[:, None]
     w = tl.load(w_ptr + at * w_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    amax_bits = tl.max(tl.max(magnitude_bits(w), 1), 0)
-    scale, finite = group_scale(tl.full((1,), 0, tl.int32) + amax_bits, UE8M0)
+    amax_bits = tl.max(tl.max(_magnitude_bits(w), 1), 0)
+    scale, finite = _group_scale(tl.full((1,), 0, tl.int32) + amax_bits, UE8M0)
     inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
-    values = to_fp8(w * inverse[:, None], finite[:, None])
+    values = _to_fp8(w * inverse[:, None], finite[:, None])
     tl.store(q_ptr + at * K + columns[None, :], values, mask=inside)
     s_at = s_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1) + tl.arange(0, 1)
-    tl.store(s_at, written_scale(scale, finite))
+    tl.store(s_at, _written_scale(scale, finite))
 
 
 def quantize_rows_fwd(

@@ -8,7 +8,12 @@ from collections.abc import Iterable
 
 import torch
 
-from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, has_passed
+from consistent_kernels.deep_gemm_start import (
+    LARGEST_ROWS,
+    cancel_halves,
+    check_rows,
+    has_passed,
+)
 from consistent_kernels.experts.deep_gemm_grouped import grouped_gemm, is_masked, is_served
 from consistent_kernels.experts.deep_gemm_places import expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places, to_places
@@ -35,7 +40,10 @@ class GroupedGemmShape:
     def operands(
         self, rows: int, device: torch.device, *, blank: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Return x [rows, K], weight [E, N, K], ids [rows, 1]; uninitialized where `blank`."""
+        """Return x [rows, K], weight [E, N, K], ids [rows, 1]; uninitialized where `blank`.
+
+        The halves of K cancel (`cancel_halves`).
+        """
         index = torch.arange(rows, dtype=torch.int32, device=device)
         # Every other row goes to the first quarter of the experts: counts are uneven.
         spread = index * 7 % self.experts
@@ -50,7 +58,9 @@ class GroupedGemmShape:
         x = torch.randn((rows, self.inner), device=device, generator=generator, dtype=torch.float32)
         x *= torch.exp2(index[:, None] % 7 - 3)
         weight.normal_(0, 0.05, generator=generator)
-        return x.bfloat16(), weight, ids
+        x = x.bfloat16()
+        cancel_halves(x, weight)
+        return x, weight, ids
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:
         """Return the result [rows, N] for these rows, in the layout that is served for so many."""

@@ -8,7 +8,13 @@ from collections.abc import Iterable
 import torch
 
 from consistent_kernels import deep_gemm_start
-from consistent_kernels.deep_gemm_start import LARGEST_ROWS, Shape, check_rows, probed_rows
+from consistent_kernels.deep_gemm_start import (
+    LARGEST_ROWS,
+    Shape,
+    cancel_halves,
+    check_rows,
+    probed_rows,
+)
 from consistent_kernels.linear.deep_gemm import gemm, is_served
 
 __all__ = ["LARGEST_ROWS", "GemmShape", "check_rows", "prepare", "served_shapes"]
@@ -41,7 +47,7 @@ class GemmShape:
     def operands(
         self, rows: int, device: torch.device, *, blank: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x [rows, K] and weight [N, K]; uninitialized where `blank`."""
+        """Return x [rows, K], weight [N, K] (`cancel_halves`); uninitialized where `blank`."""
         weight = torch.empty((self.columns, self.inner), device=device, dtype=torch.bfloat16)
         if blank:
             return weight.new_empty((rows, self.inner)), weight
@@ -50,7 +56,9 @@ class GemmShape:
         x = torch.randn((rows, self.inner), device=device, generator=generator, dtype=torch.float32)
         x *= torch.exp2(torch.arange(rows, device=device)[:, None] % 7 - 3)
         weight.normal_(0, 0.05, generator=generator)
-        return x.bfloat16(), weight
+        x = x.bfloat16()
+        cancel_halves(x, weight)
+        return x, weight
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:
         """Return the library's result for these rows."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from consistent_kernels.experts.deep_gemm_places import Places
 from consistent_kernels.experts.triton_activation import gated_activation
 from consistent_kernels.quantization.spec import GROUP
-from consistent_kernels.quantization.triton import store_quantized
+from consistent_kernels.quantization.triton import quantized_groups
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 """(values [places, K] float8_e4m3fn, column-major scale [places, G] or [E, capacity, G] fp32)."""
@@ -85,9 +85,10 @@ def _quantize_to_places_kernel(
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = columns < K
     x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    q_at = q_ptr + place * K + columns
+    values, scale = quantized_groups(x, BLOCK, GROUP, UE8M0)
+    tl.store(q_ptr + place * K + columns, values, mask=inside)
     s_at = _scales_at(s_ptr, place, groups, s_places, GROUPS)
-    store_quantized(x, q_at, s_at, inside, groups < GROUPS, BLOCK, GROUP, UE8M0)
+    tl.store(s_at, scale, mask=groups < GROUPS)
 
 
 @triton.jit(do_not_specialize=["limit", "s_places"])
@@ -116,9 +117,10 @@ def _activate_and_quantize_kernel(
     up = tl.load(row + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     hidden = gated_activation(gate, up, limit, HAS_LIMIT)
     hidden = hidden.to(x_ptr.dtype.element_ty).to(tl.float32)
-    q_at = q_ptr + place * WIDTH + columns
+    values, scale = quantized_groups(hidden, BLOCK, GROUP, UE8M0)
+    tl.store(q_ptr + place * WIDTH + columns, values, mask=inside)
     s_at = _scales_at(s_ptr, place, groups, s_places, GROUPS)
-    store_quantized(hidden, q_at, s_at, inside, groups < GROUPS, BLOCK, GROUP, UE8M0)
+    tl.store(s_at, scale, mask=groups < GROUPS)
 
 
 def empty_places(places: Places, columns: int) -> Quantized:

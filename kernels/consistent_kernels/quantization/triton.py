@@ -76,21 +76,11 @@ def _written_scale(scale, finite):
 
 
 @triton.jit
-def store_quantized(
-    x,  # [BLOCK, GROUP] fp32, a group of one row in each line
-    q_at,  # [BLOCK, GROUP] where its bytes go
-    s_at,  # [BLOCK] where its scales go
-    inside,  # [BLOCK, GROUP] columns that exist
-    groups_inside,  # [BLOCK]
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    UE8M0: tl.constexpr,
-):
-    """Quantize groups of a row as `quantize_rows` does, and write them."""
+def quantized_groups(x, BLOCK: tl.constexpr, GROUP: tl.constexpr, UE8M0: tl.constexpr):
+    """`quantize_rows` of x [BLOCK, GROUP] fp32, a group a line: (bytes, scale [BLOCK])."""
     scale, finite = _group_scale(tl.max(_magnitude_bits(x), 1), UE8M0)
     scaled = _scaled_rows(x, scale, BLOCK, GROUP, UE8M0)
-    tl.store(q_at, _to_fp8(scaled, finite[:, None]), mask=inside)
-    tl.store(s_at, _written_scale(scale, finite), mask=groups_inside)
+    return _to_fp8(scaled, finite[:, None]), _written_scale(scale, finite)
 
 
 @triton.jit(do_not_specialize=["s_row_stride", "s_column_stride"])
@@ -112,9 +102,10 @@ def _quantize_rows_fwd_kernel(
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = columns < K
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    q_at = q_ptr + row * K + columns
+    values, scale = quantized_groups(x, BLOCK, GROUP, UE8M0)
+    tl.store(q_ptr + row * K + columns, values, mask=inside)
     s_at = s_ptr + row * s_row_stride + groups.to(tl.int64) * s_column_stride
-    store_quantized(x, q_at, s_at, inside, groups < GROUPS, BLOCK, GROUP, UE8M0)
+    tl.store(s_at, scale, mask=groups < GROUPS)
 
 
 @triton.jit(do_not_specialize=["N"])

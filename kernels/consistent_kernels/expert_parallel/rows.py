@@ -16,6 +16,7 @@ from consistent_kernels.errors import ConsistencyError, invalid
 from consistent_kernels.expert_parallel.placement import ExpertPlacement
 
 _OP = "expert_parallel"
+_INTEGERS = (torch.int32, torch.int64)
 _FIELDS = 4
 _SOURCE, _TOKEN, _SLOT, _EXPERT = range(_FIELDS)
 
@@ -81,7 +82,8 @@ def dispatch(
         The rows whose experts live here.
 
     Raises:
-        InvalidInputError: shapes, an id out of range, or a placement for another world.
+        InvalidInputError: shapes, dtype or device, an id out of range (on CPU), or a placement for
+            another world.
     """
     _check(x, ids, exchange, placement)
     token, slot = (ids >= 0).nonzero(as_tuple=True)
@@ -172,6 +174,10 @@ def _check(
         raise invalid(
             _OP, "ids", f"[{x.shape[0]}, K] beside x [T, H]", (tuple(x.shape), tuple(ids.shape))
         )
+    if ids.dtype not in _INTEGERS:
+        raise invalid(_OP, "ids", "int32 or int64", ids.dtype)
+    if ids.device != x.device:
+        raise invalid(_OP, "ids", f"on {x.device}", ids.device)
     if placement.world_size != exchange.world_size:
         raise invalid(_OP, "placement", f"for {exchange.world_size} ranks", placement.world_size)
     if ids.numel() and ids.device.type == "cpu":

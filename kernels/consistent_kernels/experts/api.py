@@ -113,7 +113,7 @@ def prepare_expert_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str
             itself, where it already is contiguous `dtype`).
 
     Returns:
-        [E, N, K] contiguous. It does not follow later changes of `master`.
+        [E, N, K] contiguous. Where it is not the master itself, it does not follow later changes.
 
     Raises:
         InvalidInputError: not 3-D, or no floating-point dtype. UnsupportedError: unknown impl.

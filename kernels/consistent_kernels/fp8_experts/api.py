@@ -250,11 +250,11 @@ def _check_weight(
             f"float32 of shape {shape}",
             f"{scale.dtype} of shape {tuple(scale.shape)}",
         )
-    if not (values.is_contiguous() and scale.is_contiguous()):
-        raise invalid(op, name, "contiguous", "strided tensors")
-    for tensor in (values, scale):
+    for part, tensor in ((name, values), (f"{name}.scale", scale)):
+        if not tensor.is_contiguous():
+            raise invalid(op, part, "contiguous", f"strides {tensor.stride()}")
         if tensor.device != device:
-            raise invalid(op, name, f"on {device}", tensor.device)
+            raise invalid(op, part, f"on {device}", tensor.device)
 
 
 def fp8_expert_outputs(

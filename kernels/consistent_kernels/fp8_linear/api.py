@@ -77,15 +77,17 @@ def _check_weight(op: str, weight: torch.Tensor, scale: torch.Tensor, inner: int
             f"float32 of shape {shape}",
             f"{scale.dtype} of shape {tuple(scale.shape)}",
         )
-    if not (weight.is_contiguous() and scale.is_contiguous()):
-        raise invalid(op, "weight and weight_scale", "contiguous", "strided tensors")
+    for name, tensor in (("weight", weight), ("weight_scale", scale)):
+        if not tensor.is_contiguous():
+            raise invalid(op, name, "contiguous", f"strides {tensor.stride()}")
     if scale.device != weight.device:
         raise invalid(op, "weight_scale", f"on {weight.device}", scale.device)
 
 
 def _check_rows(op: str, x: torch.Tensor, x_scale: torch.Tensor) -> None:
     if x.dim() != 2 or x.dtype != _FP8 or not x.is_contiguous():
-        raise invalid(op, "x", f"2-D contiguous {_FP8}", f"{x.dim()}-D {x.dtype}")
+        given = f"{x.dim()}-D {x.dtype} of strides {x.stride()}"
+        raise invalid(op, "x", f"2-D contiguous {_FP8}", given, "Quantize it with quantize_rows")
     shape = (x.shape[0], -(-x.shape[1] // BLOCK_K))
     if x_scale.dtype != torch.float32 or tuple(x_scale.shape) != shape:
         raise invalid(

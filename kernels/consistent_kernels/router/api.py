@@ -181,7 +181,8 @@ def router_bwd(
         grad_weights: [T, K] fp32; logits: [T, E] fp32; ids: [T, K] as `router` returned them.
 
     Returns:
-        [T, E] fp32. The choice of experts and the correction bias have no gradient.
+        [T, E] fp32. The choice of experts and the correction bias have no gradient; rows routed
+        nowhere (ids -1) have zeros, whatever their logits and grad_weights hold.
 
     Raises:
         InvalidInputError: shape, dtype or device. UnsupportedError: unknown impl.

@@ -128,8 +128,10 @@ def router_bwd_ref(
         [T, E] fp32.
     """
     routed = ids >= 0
+    # Padding may hold NaN, and zero times that is not zero.
+    logits = torch.where(routed.any(-1, keepdim=True), logits.float(), 0.0)
     slots = ids.clamp(min=0).long()
-    scores = scores_ref(logits.float(), parameters.scoring)
+    scores = scores_ref(logits, parameters.scoring)
     chosen = scores.gather(1, slots)
     grad = torch.where(routed, grad_weights.float() * parameters.scale, 0.0)
     if parameters.renormalize:
@@ -142,6 +144,6 @@ def router_bwd_ref(
     if parameters.scoring == "sigmoid":
         slope = chosen * (1.0 - chosen)
     else:
-        slope = torch.sigmoid(logits.float().gather(1, slots)) / (2.0 * chosen)
+        slope = torch.sigmoid(logits.gather(1, slots)) / (2.0 * chosen)
         slope = torch.where(chosen > 0, slope, 0.0)
     return torch.zeros_like(scores).scatter_add_(1, slots, grad * slope)

@@ -200,6 +200,11 @@ def test_expert_parallel_rejects_bad_inputs() -> None:
         dispatch(x, ids, Alone(), ExpertPlacement(11, 2))
     with pytest.raises(InvalidInputError, match=r"ids must be \[37, K\] beside x"):
         dispatch(x, ids[:5], Alone(), placement)
+    for wrong in (ids.float(), ids.bool()):
+        with pytest.raises(InvalidInputError, match=r"ids must be int32 or int64, got torch\."):
+            dispatch(x, wrong, Alone(), placement)
+    with pytest.raises(InvalidInputError, match="ids must be on cpu, got meta"):
+        dispatch(x, ids.to("meta"), Alone(), placement)
     w13, w2 = (
         prepare_expert_weight(w[:4], dtype=torch.bfloat16, impl="reference")
         for w in ranks.masters(ranks.SHAPE, "cpu")

@@ -341,7 +341,12 @@ def test_fp8_experts_reject_bad_inputs() -> None:
                 w2.scale[:, :1].contiguous(),
             )
         )
-    with pytest.raises(InvalidInputError, match="w13 must be on cpu, got meta"):
+    sparse = w13.values.view(torch.uint8).repeat(1, 1, 2)[:, :, ::2].view(w13.values.dtype)
+    with pytest.raises(InvalidInputError, match=r"w13 must be contiguous, got strides \(131072, "):
+        call(w13=Fp8ExpertWeight(sparse, w13.scale))
+    with pytest.raises(InvalidInputError, match=r"w2\.scale must be contiguous, got strides \("):
+        call(w2=Fp8ExpertWeight(w2.values, w2.scale.repeat(1, 1, 2)[:, :, ::2]))
+    with pytest.raises(InvalidInputError, match=r"w13\.scale must be on cpu, got meta"):
         call(w13=Fp8ExpertWeight(w13.values, w13.scale.to("meta")))
     with pytest.raises(InvalidInputError, match=r"topk_ids must be in \[-1, 6\), got 6 to 6"):
         call(topk_ids=torch.full_like(ids, 6))

@@ -382,6 +382,14 @@ def test_fp8_linear_rejects_bad_inputs() -> None:
         fp8_gemm(quantized[0], quantized[1][:1], values, scale, **good)
     with pytest.raises(InvalidInputError, match="x must be 2-D contiguous"):
         fp8_gemm(x, quantized[1], values, scale, **good)
+    columns_first = quantized[0].view(torch.uint8).t().contiguous().t().view(values.dtype)
+    with pytest.raises(InvalidInputError, match=r"x must be .*, got .* of strides \(1, 2\)"):
+        fp8_gemm(columns_first, quantized[1], values, scale, **good)
+    strided = values.view(torch.uint8).t().contiguous().t().view(values.dtype)
+    with pytest.raises(InvalidInputError, match=r"weight must be contiguous, got strides \(1, 128"):
+        fp8_linear(x, strided, scale, **good)
+    with pytest.raises(InvalidInputError, match=r"weight_scale must be contiguous, got strides"):
+        fp8_linear(x, values, scale.repeat(1, 2)[:, ::2], **good)
     with pytest.raises(InvalidInputError, match="x_scale must be on cpu, got meta"):
         fp8_gemm(quantized[0], quantized[1].to("meta"), values, scale, **good)
 

@@ -8,6 +8,7 @@ from router_cases import MODELS, case, exact_scores
 
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.router import router, router_bwd
+from consistent_kernels.testing import assert_bitwise_equal, poisoned_rows
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,6 +46,35 @@ def test_router_grad_matches_reference(impl_device: tuple[str, str], name: str) 
     bound = magnitude * (steps + 2 * p.top_k) * 2**-23 + 1e-30
     assert bool(((actual.double() - exact.grad).abs() <= bound).all())
     assert not bool(actual[-2:].any()), "a row routed nowhere has no gradient"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_router_bwd_ignores_poison(impl_device: tuple[str, str], name: str) -> None:
+    impl, device = impl_device
+    logits, bias, p = case(name, 9, device, seed=6)
+    ids, _ = router(logits, bias, parameters=p, impl=impl)
+    grad = torch.randn((9, p.top_k), generator=torch.Generator().manual_seed(7)).to(device)
+    expected = router_bwd(grad, logits, ids, parameters=p, impl=impl)
+    for poison in (float("nan"), float("inf")):
+        buffer, rows = poisoned_rows(logits, before=3, after=4)
+        buffer = buffer.nan_to_num(nan=poison)
+        valid = torch.zeros(16, dtype=torch.bool, device=device)
+        valid[rows] = True
+        padded_ids, _ = router(buffer, bias, parameters=p, valid=valid, impl=impl)
+        padded = torch.full((16, p.top_k), poison, device=device)
+        padded[rows] = grad
+        actual = router_bwd(padded, buffer, padded_ids, parameters=p, impl=impl)
+        assert_bitwise_equal(actual[rows], expected)
+        # A zero times a poisoned score would be NaN, and reach the weight of the gate.
+        assert not bool(actual[:3].any() | actual[12:].any())
+
+
+def test_control_a_poisoned_row_that_goes_somewhere_shows() -> None:
+    logits, bias, p = case("deepseek-v3", 3, "cpu", seed=8)
+    logits[1] = float("nan")
+    ids, _ = router(logits, bias, parameters=p, impl="reference")
+    grad = router_bwd(torch.ones(3, p.top_k), logits, ids, parameters=p, impl="reference")
+    assert grad.isnan().any(-1).tolist() == [False, True, False]
 
 
 def test_control_a_wrong_gradient_breaks_the_bound() -> None:

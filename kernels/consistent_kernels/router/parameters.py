@@ -64,7 +64,13 @@ class RouterParameters:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> RouterParameters:
-        """Read a Qwen3Moe, DeepseekV3, V3.2 or V4 configuration."""
+        """Read a Qwen3Moe, DeepseekV2, V3, V3.2 or V4 configuration.
+
+        Raises:
+            UnsupportedError: a key that vLLM's class and transformers' read in two senses.
+            InvalidInputError: numbers that fit no routing.
+        """
+        _require_one_reading(config)
         experts = getattr(config, "num_experts", None) or config.n_routed_experts
         scoring = getattr(config, "scoring_func", "softmax")
         return cls(
@@ -81,3 +87,27 @@ class RouterParameters:
     def to_dict(self) -> dict[str, Scalar]:
         """Return plain JSON types, floats as fp32 bit patterns."""
         return dataclasses.asdict(self) | {"scale": float_bits(self.scale)}
+
+
+def _require_one_reading(config: Any) -> None:
+    """Raise UnsupportedError where vLLM and transformers would route by another rule.
+
+    Source: DeepseekV2MoE of vLLM's models/deepseek_v2.py (V2, V3 and V3.2), which takes softmax
+    where scoring_func is absent, groups whatever topk_method says, and renormalizes as
+    norm_topk_prob says; transformers' DeepseekV3MoE is sigmoid whatever the configuration says, and
+    its DeepseekV2Moe does not group under "greedy" and never renormalizes.
+    """
+    family = getattr(config, "model_type", "") or ""
+    scoring = getattr(config, "scoring_func", None)
+    if family in ("deepseek_v3", "deepseek_v32") and scoring != "sigmoid":
+        given = f"scoring_func={scoring!r} of a {family} model"
+        raise UnsupportedError("router", given, ("scoring_func='sigmoid' in its config.json",))
+    if family != "deepseek_v2":
+        return
+    groups = getattr(config, "n_group", None) or 1
+    if groups > 1 and getattr(config, "topk_method", None) == "greedy":
+        given = f"topk_method='greedy' with n_group={groups}"
+        raise UnsupportedError("router", given, ("'group_limited_greedy'", "n_group=1"))
+    if getattr(config, "norm_topk_prob", False):
+        given = "norm_topk_prob=True of a deepseek_v2 model"
+        raise UnsupportedError("router", given, ("norm_topk_prob=False",))

@@ -218,52 +218,24 @@ class TestOnHopper:
                 assert_bitwise_equal(actual, expected)
 
     @cases
-    def test_flash_attn_graph_replay_equals_eager(self, params: AttentionParameters) -> None:
+    @pytest.mark.parametrize("queries", [1, 7], ids=["decode", "chunks"])
+    def test_flash_attn_graph_replay_equals_eager(
+        self, params: AttentionParameters, queries: int
+    ) -> None:
+        """A full graph of a decode step or of chunks, over splits where they are."""
         batch = make_batch(params, *IMPL)
         pages, whole = fill_pages(batch), batch.attend()
-        count = len(LENGTHS)
-        q = batch.q[:count].clone()
-        table, out = pages.block_table.clone(), torch.empty_like(q)
-        lens = torch.ones(count, dtype=torch.int32, device="cuda")
-        cu = borders([1] * count, "cuda").int()
-
-        def step() -> None:
-            attention_paged(
-                q, pages.k_cache, pages.v_cache, table, lens, cu, params=params,
-                impl="flash_attn", max_query_len=1, max_seq_len=max(LENGTHS), out=out,
-            )  # fmt: skip
-
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        begin = borders(LENGTHS).tolist()
-        for back in (1, 3, 20):
-            at = [max(0, n - back) for n in LENGTHS]
-            rows = torch.tensor([b + t for b, t in zip(begin, at, strict=False)], device="cuda")
-            q.copy_(batch.q[rows])
-            lens.copy_(torch.tensor([t + 1 for t in at], dtype=torch.int32))
-            out.fill_(float("nan"))
-            graph.replay()
-            assert_bitwise_equal(out, whole[0][rows])
-
-    @cases
-    def test_flash_attn_chunks_in_a_graph_equal_eager(self, params: AttentionParameters) -> None:
-        """A full graph of a mixed batch: chunks of seven queries, over splits where they are."""
-        batch = make_batch(params, *IMPL)
-        pages, whole = fill_pages(batch), batch.attend()
-        chosen = [i for i, n in enumerate(LENGTHS) if n >= 15]
+        chosen = [i for i, n in enumerate(LENGTHS) if n >= queries]
         first = borders(LENGTHS).tolist()
-        q = batch.q[: 7 * len(chosen)].clone()
+        q = batch.q[: queries * len(chosen)].clone()
         table, out = pages.block_table[chosen].clone(), torch.empty_like(q)
-        lens = torch.full((len(chosen),), 7, dtype=torch.int32, device="cuda")
-        cu = borders([7] * len(chosen), "cuda").int()
+        lens = torch.full((len(chosen),), queries, dtype=torch.int32, device="cuda")
+        cu = borders([queries] * len(chosen), "cuda").int()
 
         def step() -> None:
             attention_paged(
                 q, pages.k_cache, pages.v_cache, table, lens, cu, params=params,
-                impl="flash_attn", max_query_len=7, max_seq_len=max(LENGTHS), out=out,
+                impl="flash_attn", max_query_len=queries, max_seq_len=max(LENGTHS), out=out,
             )  # fmt: skip
 
         step()
@@ -271,14 +243,10 @@ class TestOnHopper:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        for back in (0, 2, 8):
-            ends = [LENGTHS[i] - back for i in chosen]
-            rows = torch.cat(
-                [
-                    torch.arange(first[i] + end - 7, first[i] + end)
-                    for i, end in zip(chosen, ends, strict=True)
-                ]
-            ).cuda()
+        for back in (0, 2, 8, 19):
+            ends = [max(queries, LENGTHS[i] - back) for i in chosen]
+            last = [first[i] + end for i, end in zip(chosen, ends, strict=True)]
+            rows = torch.cat([torch.arange(end - queries, end) for end in last]).cuda()
             q.copy_(batch.q[rows])
             lens.copy_(torch.tensor(ends, dtype=torch.int32))
             out.fill_(float("nan"))

@@ -220,17 +220,18 @@ def _paged(
             block_table=block_table,
             k_cache=k_cache,
         )
-        return attend(q, page_rows(k_cache)[0], page_rows(v_cache)[0], plan, impl)
-    keys = (k_cache, v_cache, block_table, seq_lens)
-    if impl == "flash_attn":
-        from consistent_kernels.attention import flash_attn
+        result = attend(q, page_rows(k_cache)[0], page_rows(v_cache)[0], plan, impl)
+    else:
+        keys = (k_cache, v_cache, block_table, seq_lens)
+        if impl == "flash_attn":
+            from consistent_kernels.attention import flash_attn
 
-        return flash_attn.attention_paged_fwd(
-            q, *keys, cu_seqlens_q, params, max_query_len, max_seq_len, out
-        )
-    from consistent_kernels.attention.triton import attention_paged_fwd
+            return flash_attn.attention_paged_fwd(
+                q, *keys, cu_seqlens_q, params, max_query_len, max_seq_len, out
+            )
+        from consistent_kernels.attention.triton import attention_paged_fwd
 
-    result = attention_paged_fwd(q, *keys, cu_seqlens_q, params, max_seq_len)
+        result = attention_paged_fwd(q, *keys, cu_seqlens_q, params, max_seq_len)
     if out is not None:
         out.copy_(result[0])
     return result
@@ -380,6 +381,10 @@ def attention_paged(
     batch = cu_seqlens_q.shape[0] - 1
     _check_index(op, "seq_lens", seq_lens, 1, batch)
     _check_index(op, "block_table", block_table, 2, batch)
+    if out is not None and (
+        out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()
+    ):
+        raise invalid(op, "out", f"contiguous {q.dtype} {tuple(q.shape)}", tuple(out.shape))
     if plan is not None and impl in CPU_IMPLEMENTATIONS:
         _check_plan(op, plan, params, q)
         k_rows, step = page_rows(k_cache)
@@ -392,8 +397,6 @@ def attention_paged(
             out.copy_(result[0])
         return result
     if out is not None:
-        if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-            raise invalid(op, "out", f"contiguous {q.dtype} {tuple(q.shape)}", tuple(out.shape))
         with torch.no_grad():
             return _paged(
                 q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, params.scale,

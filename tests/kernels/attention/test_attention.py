@@ -17,8 +17,15 @@ from attention_cases import (
     replay,
 )
 
-from consistent_kernels.attention import AttentionParameters, attention_varlen, write_kv
+from consistent_kernels.attention import (
+    AttentionParameters,
+    attention_paged,
+    attention_varlen,
+    plan_attention,
+    write_kv,
+)
 from consistent_kernels.attention.spec import PAGE_MULTIPLES
+from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, round_early
 
 cases = pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
@@ -123,6 +130,27 @@ def test_attention_ignores_poison(impl_device: tuple[str, str]) -> None:
     assert_bitwise_equal(lse[:-6], whole[1][rows])
     assert_bitwise_equal(out[-6:], torch.zeros_like(out[-6:]))
     assert_bitwise_equal(lse[-6:], torch.full_like(lse[-6:], float("-inf")))
+
+
+def test_attention_writes_into_out(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    batch = make_batch(CASES["smollm2"], impl, device)
+    pages, (expected, _) = fill_pages(batch), batch.attend()
+    lens = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    cu = borders(LENGTHS, device)
+    keys = {"seq_lens": lens, "block_table": pages.block_table, "k_cache": pages.k_cache}
+    options = {"params": batch.params, "impl": impl}
+    plans = [None]
+    if device == "cpu":
+        plans.append(plan_attention(cu, num_tokens=len(batch.q), **keys, **options))
+    given = (batch.q, pages.k_cache, pages.v_cache, pages.block_table, lens, cu)
+    options |= {"max_query_len": max(LENGTHS), "max_seq_len": max(LENGTHS)}
+    for plan in plans:
+        out = torch.full_like(batch.q, float("nan"))
+        attention_paged(*given, plan=plan, out=out, **options)
+        assert_bitwise_equal(out, expected)
+        with pytest.raises(InvalidInputError, match="out must be contiguous"):
+            attention_paged(*given, plan=plan, out=out.transpose(0, 1), **options)
 
 
 def test_attention_rows_beyond_the_sequences_are_zero(impl_device: tuple[str, str]) -> None:

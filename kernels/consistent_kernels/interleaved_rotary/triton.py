@@ -45,15 +45,16 @@ def _interleaved_rotary_fwd_kernel(
     cos = tl.load(cos_ptr + at, mask=known, other=float("nan"))
     sin = tl.load(sin_ptr + at, mask=known, other=float("nan"))
     # y[2i] takes -sin of its partner, y[2i + 1] takes +sin; the inverse turns both around.
-    is_odd = rotated % 2 == 1
-    sin = tl.where(is_odd != INVERSE, sin, -sin)
+    is_added = (rotated % 2 == 1) != INVERSE
     row = x_ptr + token * x_stride + head[:, None] * head_stride
     inside = (head < heads)[:, None] & (column < D)[None, :]
     x = tl.load(row + column[None, :], mask=inside, other=0.0)
     partner = tl.load(row + (column ^ 1)[None, :], mask=inside & is_rotated[None, :], other=0.0).to(
         tl.float32
     )
-    turned = x.to(tl.float32) * cos[None, :] + partner * sin[None, :]
+    # Subtracted, not added negated: Triton negates by 0 - sin, which is +0 at position 0.
+    own, other = x.to(tl.float32) * cos[None, :], partner * sin[None, :]
+    turned = tl.where(is_added[None, :], own + other, own - other)
     out = tl.where(is_rotated[None, :], turned.to(x.dtype), x)
     target = out_ptr + (token * heads + head)[:, None] * D + column[None, :]
     tl.store(target, out, mask=inside)
@@ -106,16 +107,16 @@ def _interleaved_rotary_in_place_kernel(
     known = (pair < HALF) & (position >= 0) & (position < max_position)
     cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
     sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
-    if INVERSE:
-        sin = -sin
     # One thread holds both elements of a pair, so none is overwritten before it is read.
     row = x_ptr + token * x_stride + head[:, None] * head_stride + (D - 2 * HALF)
     inside = (head < heads)[:, None] & (pair < HALF)[None, :]
     even_at, odd_at = row + 2 * pair[None, :], row + 2 * pair[None, :] + 1
     even = tl.load(even_at, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(odd_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(even_at, (even * cos - odd * sin).to(x_ptr.dtype.element_ty), mask=inside)
-    tl.store(odd_at, (odd * cos + even * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    turned_even = even * cos + odd * sin if INVERSE else even * cos - odd * sin
+    turned_odd = odd * cos - even * sin if INVERSE else odd * cos + even * sin
+    tl.store(even_at, turned_even.to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(odd_at, turned_odd.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 def interleaved_rotary_in_place(

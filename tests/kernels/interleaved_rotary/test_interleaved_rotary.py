@@ -31,6 +31,7 @@ TOKENS = max(BATCH_SIZES)
 def inputs(rope: RopeParameters, device: str, heads: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(rope.max_position, (TOKENS,), generator=generator)
+    positions[::5] = 0  # where sin is 0, the sign of a zero shows how a product was subtracted
     x = hazard_activations((TOKENS, heads, rope.head_dim), seed=1, device=device)
     return positions.to(device), x
 
@@ -52,6 +53,23 @@ def test_interleaved_rotary_matches_reference(
     noise = torch.nn.functional.pad(size, (rope.head_dim - rope.rotary_dim, 0)) * 2**-21
     assert bool(((out.double() - expected).abs() <= expected.abs() * 2**-8 + noise).all())
     assert_bitwise_equal(out[..., : -rope.rotary_dim], x[..., : -rope.rotary_dim])
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("inverse", [False, True])
+def test_interleaved_rotary_zeros_have_the_references_sign(
+    impl_device: tuple[str, str], rope: RopeParameters, inverse: bool
+) -> None:
+    impl, device = impl_device
+    positions, x = inputs(rope, device)
+    x[:, ::3, -rope.rotary_dim :: 2] = -0.0
+    first = positions == 0
+    out = interleaved_rotary(positions, x, rope=rope, inverse=inverse, impl=impl)
+    expected = interleaved_rotary(
+        positions.cpu(), x.cpu(), rope=rope, inverse=inverse, impl="reference"
+    )
+    # At position 0 products are exact, so no implementation may round otherwise.
+    assert_bitwise_equal(out[first].cpu(), expected[first.cpu()])
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -23,7 +23,7 @@ MOE_BF16 = "moe_bf16_v1"
 DENSE_BLOCK_FP8 = "dense_block_fp8_v1"
 DENSE_FP8_OPS = (*DENSE_OPS, "fp8_linear", "quantization")
 MOE_BLOCK_FP8 = "moe_block_fp8_v1"
-SPARSE_BLOCK = "sparse_attention_block_v1"
+SPARSE_BLOCK = "sparse_attention_block_v2"
 SPARSE_BLOCK_OPS = (
     "compressor",
     "grouped_linear",

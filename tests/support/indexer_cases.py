@@ -8,7 +8,9 @@ import torch
 from kv_cases import hazard_rows, poisoned_cache
 
 from consistent_kernels.indexer import indexer_scores, indexer_scores_paged, quantize_indexer_q
+from consistent_kernels.interleaved_rotary import interleaved_rotary
 from consistent_kernels.kv_cache_fp8 import INDEXER, gather_indexer_k, new_cache, write_kv_fp8
+from consistent_kernels.rotary import RopeParameters, rope_tables, rotary
 from consistent_kernels.testing import hazard_activations
 
 
@@ -119,3 +121,43 @@ def exact_scores(batch: IndexerBatch, row: int) -> tuple[torch.Tensor, torch.Ten
     scale, weights = batch.k_scale[keys].double(), batch.weights[row].double()
     scores = ((k @ q.t()).relu() * weights).sum(1) * scale
     return scores, ((k.abs() @ q.abs().t()) * weights.abs()).sum(1) * scale
+
+
+FOLD = {"softmax_scale": 128**-0.5, "head_scale": 6**-0.5}
+"""Neither product with them is exact, so their order shows."""
+
+STOCK_QUERIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "v32": ("model_executor/layers/sparse_attn_indexer.py", ()),
+    "v4": ("models/deepseek_v4/common/ops/fused_indexer_q.py", ("_get_cos_sin",)),
+}
+"""vLLM's files of the fused kernel, and what it calls there."""
+
+STOCK_FLOOR = {"v32": 448e-10, "v4": 1e-4}
+"""Of a head's largest value: below it the kernel's floor or ours takes hold."""
+
+_QUERY_ROPE = RopeParameters(head_dim=128, rotary_dim=64, theta=10000.0, max_position=4096)
+
+
+def stock_queries(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(positions [9], q [9, 6, 128] bf16, weights [9, 6] bf16) with maxima at borders of scales."""
+    q = hazard_activations((9, 6, 128), seed=3)
+    # A largest value of 448 * 2^n needs the scale 2^n, and the next one above it twice that.
+    q[1, 0], q[1, 1] = 0.0, -0.0
+    for head, top in enumerate((448.0, 450.0, 446.0, 7 * 2.0**-10, 1e-9, 3e-5)):
+        q[2, head] *= top / q[2, head].float().abs().max() / 2
+        q[2, head, 100] = top
+    weights = torch.randn(9, 6, generator=torch.Generator().manual_seed(4)).bfloat16()
+    positions = torch.tensor([0, 1, 0, 2, 4094, 77, 1023, 1024, 5])
+    return positions.to(device), q.to(device), weights.to(device)
+
+
+def query_tables(device: str) -> torch.Tensor:
+    """[max_position, 64] fp32 as vLLM's kernels read it: cosines, then sines."""
+    return torch.cat(rope_tables(_QUERY_ROPE, device), dim=1)
+
+
+def turned_queries(name: str, positions: torch.Tensor, q: torch.Tensor, impl: str) -> torch.Tensor:
+    """The rotated queries: halves of the first 64 columns (V3.2), pairs of the last 64 (V4)."""
+    if name == "v32":
+        return rotary(positions, q, q[:, :1], rope=_QUERY_ROPE, impl=impl)[0]
+    return interleaved_rotary(positions, q, rope=_QUERY_ROPE, impl=impl)

@@ -185,7 +185,9 @@ def quantize_indexer_q(
     """Quantize the indexer's queries and fold their scales into the head weights.
 
     Source: vLLM's Indexer.forward (models/deepseek_v2.py): per_token_group_quant_fp8 with UE8M0
-    scales, then weights * q_scale * softmax_scale * head_scale. The scales are powers of two.
+    scales, then weights * q_scale * softmax_scale * head_scale. The scales are powers of two. The
+    kernels that join this with the rotation give the same bytes but for heads whose largest value
+    lies below their floor or ours: 1e-4 in V4's, 448e-10 here (V3.2's has 1e-10).
 
     Args:
         q: [T, H, 128] bf16, after RoPE; weights: [T, H], any float dtype (used as fp32).

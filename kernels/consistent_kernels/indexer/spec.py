@@ -8,19 +8,20 @@ HEAD_DIM = 128
 
 SPEC = OpSpec(
     op="indexer",
-    version=1,
+    version=2,
     fields={
         "formula": "score = s_k * sum_h w_h * relu(q_h . k)",
         "dot": "128 products of e4m3, fp32",
         "relu": "dot where dot > 0, else +0.0; a NaN dot counts as 0",
         "head_sum": "products w_h * relu in fp32; the order is the program's",
         "key_scale": "fp32, after the heads or after parts of them, as the program adds them",
-        "q": "e4m3, a scale per query and head: 2^ceil(log2(max(amax, 1e-10) / 448))",
+        "q": "e4m3, a scale per query and head: 2^ceil(log2(max(amax / 448, 1e-10)))",
         "w": "((w * s_q) * softmax_scale) * head_scale, fp32, in this order",
         "k": "kv_cache_fp8, layout indexer",
         "backward": "none: no gradient flows into the indexer",
     },
 )
+"""Version 1 stated another floor of q's scale than was computed; no bit moved."""
 
 KEY_TILE = 128
 """Triton: keys of one product."""

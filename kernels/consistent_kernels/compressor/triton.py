@@ -278,8 +278,9 @@ def compress_fwd(
     out = torch.empty((rows.shape[0], params.head_dim), dtype=dtype, device=state.device)
     if rows.shape[0]:
         _compress_fwd_kernel[(rows.shape[0],)](
-            aligned(state), aligned(rows.contiguous()), positions, aligned(weight), cos, sin, out,
-            params.norm_eps, cos.shape[0], enable_fp_fusion=False, **facts,
+            aligned(state), aligned(rows.contiguous()), positions.contiguous(),
+            aligned(weight.contiguous()), cos, sin, out, params.norm_eps, cos.shape[0],
+            enable_fp_fusion=False, **facts,
         )  # fmt: skip
     return out
 
@@ -303,8 +304,9 @@ def compress_to_cache_fwd(
     quantized["QUANT_GROUP"] = quantized.pop("GROUP")
     if rows.shape[0]:
         _compress_to_cache_kernel[(rows.shape[0],)](
-            aligned(state), aligned(rows.contiguous()), positions, aligned(weight), cos, sin, cache,
-            slots, params.norm_eps, cos.shape[0], cache.stride(0), enable_fp_fusion=False,
+            aligned(state), aligned(rows.contiguous()), positions.contiguous(),
+            aligned(weight.contiguous()), cos, sin, cache, slots.contiguous(), params.norm_eps,
+            cos.shape[0], cache.stride(0), enable_fp_fusion=False,
             **facts, **quantized,
         )  # fmt: skip
 
@@ -322,6 +324,7 @@ def write_state_fwd(
     if tokens:
         rows = aligned_rows(kv_score)
         _write_state_kernel[(tokens,)](
-            rows, position_bias.contiguous(), positions, slots, cache, rows.stride(0),
+            rows, position_bias.contiguous(), positions.contiguous(), slots.contiguous(),
+            cache, rows.stride(0),
             RATIO=ratio, W=half, BLOCK=triton.next_power_of_2(half), num_warps=num_warps(half),
         )  # fmt: skip

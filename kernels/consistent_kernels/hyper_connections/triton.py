@@ -292,8 +292,8 @@ def hc_map_fwd(
         STEP_LEVELS=K_STEP.bit_length() - 1, num_warps=MIX_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     _hc_map_fwd_kernel[(tokens, triton.cdiv(hidden, HIDDEN_BLOCK))](
-        flat, part, squares, aligned(scale), aligned(base), out, post, comb,
-        tokens, flat.stride(0), norm_eps, eps, post_multiplier,
+        flat, part, squares, aligned(scale.contiguous()), aligned(base.contiguous()),
+        out, post, comb, tokens, flat.stride(0), norm_eps, eps, post_multiplier,
         H=hidden, S=streams, STREAM_LEVELS=streams.bit_length() - 1, PARTS=parts,
         PART_ROWS=part_rows, PART_LEVELS=part_rows.bit_length() - 1,
         BLOCK_N=block_n, BLOCK_H=HIDDEN_BLOCK, ITERATIONS=iterations, HAS_COMB=has_comb,

@@ -75,7 +75,7 @@ def interleaved_rotary_fwd(
     out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
     if tokens:
         _interleaved_rotary_fwd_kernel[(tokens, triton.cdiv(heads, HEADS))](
-            positions, x, cos, sin, out, x.stride(0), x.stride(1), heads, cos.shape[0],
+            positions.contiguous(), x, cos, sin, out, x.stride(0), x.stride(1), heads, cos.shape[0],
             D=width, HALF=cos.shape[1], BLOCK_D=triton.next_power_of_2(width), HEADS=HEADS,
             INVERSE=inverse, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -131,7 +131,7 @@ def interleaved_rotary_in_place(
     half = cos.shape[1]
     if tokens:
         _interleaved_rotary_in_place_kernel[(tokens, triton.cdiv(heads, HEADS))](
-            positions, x, cos, sin, x.stride(0), x.stride(1), heads, cos.shape[0],
+            positions.contiguous(), x, cos, sin, x.stride(0), x.stride(1), heads, cos.shape[0],
             D=width, HALF=half, BLOCK_HALF=triton.next_power_of_2(half), HEADS=HEADS,
             INVERSE=inverse, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip

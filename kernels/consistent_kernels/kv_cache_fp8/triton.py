@@ -277,7 +277,7 @@ def write_kv_fp8_fwd(
     _write_kv_fp8_kernel[(len(slot_mapping),)](
         kv.view(torch.int16),
         cache,
-        slot_mapping,
+        slot_mapping.contiguous(),
         kv.stride(0),
         cache.stride(0),
         num_warps=4,
@@ -307,12 +307,12 @@ def gather_kv_fp8_fwd(
     entries = positions.numel()
     if not entries:
         return
-    table = block_table if block_table is not None else starts
+    table = block_table if block_table is not None else starts.contiguous()
     rows = gather_rows(layout)
     _gather_kv_fp8_kernel[(triton.cdiv(entries, rows),)](
         cache,
         positions.contiguous(),
-        requests,
+        requests.contiguous(),
         table,
         out.view(torch.int16),
         positions if indices is None else indices,

@@ -74,7 +74,7 @@ def launch(
     _linear_fwd_kernel[(blocks,)](
         x,
         weight,
-        aligned(bias) if bias is not None else weight,
+        aligned(bias.contiguous()) if bias is not None else weight,
         y,
         rows,
         columns,

@@ -79,7 +79,7 @@ def rms_norm_fwd(
     """
     rows, size = x.shape
     lanes = min(LANES, 1 << (size - 1).bit_length())
-    x, weight = aligned_rows(x), aligned(weight)
+    x, weight = aligned_rows(x), aligned(weight.contiguous())
     residual = aligned_rows(residual) if residual is not None else None
     y = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if residual is not None else None

@@ -86,7 +86,7 @@ def rms_norm_bwd(
     columns = triton.next_power_of_2(size)
     tile = max(1, _TILE // columns)
     programs = min(_PROGRAMS, triton.cdiv(rows, tile))
-    x, grad_y, weight = aligned_rows(x), aligned_rows(grad_y), aligned(weight)
+    x, grad_y, weight = aligned_rows(x), aligned_rows(grad_y), aligned(weight.contiguous())
     grad_sum = None if grad_sum is None else aligned_rows(grad_sum)
     grad_x = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)

@@ -208,9 +208,9 @@ def router_fwd(
         forced = aligned(forced.int().contiguous())
     _router_fwd_kernel[(rows,)](
         logits,
-        aligned(bias) if bias is not None else logits,
+        aligned(bias.contiguous()) if bias is not None else logits,
         forced if forced is not None else ids,
-        aligned(valid.to(torch.int8)) if valid is not None else ids,
+        aligned(valid.to(torch.int8).contiguous()) if valid is not None else ids,
         ids,
         weights,
         logits.stride(0),

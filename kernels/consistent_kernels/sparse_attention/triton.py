@@ -152,7 +152,7 @@ def sparse_attention_fwd(
     queries, rows = token_rows(q), entry_rows(kv)
     columns = aligned(padded_indices(indices, ENTRY_TILE).contiguous())
     _sparse_attention_fwd_kernel[(tokens, triton.cdiv(heads, BLOCK_HEADS))](
-        queries, rows, columns, lse if sinks is None else aligned(sinks), out, lse,
+        queries, rows, columns, lse if sinks is None else aligned(sinks.contiguous()), out, lse,
         scale, kv.shape[0], columns.shape[1], queries.stride(0), rows.stride(0),
         H=heads, DV=d_v, DR=rope, HAS_SINK=sinks is not None, BLOCK_H=BLOCK_HEADS,
         TILE=ENTRY_TILE, TILE_LEVELS=ENTRY_TILE.bit_length() - 1,

@@ -225,7 +225,14 @@ def sparse_attention_bwd_triton(
     pairs = torch.empty((min(step, tokens), count, width), dtype=torch.float32, device=q.device)
     queries, rows = token_rows(q).contiguous(), entry_rows(kv)
     grad = token_rows(grad_out).contiguous()
-    shared = (queries, rows, columns, grad, aligned(total.contiguous()), aligned(delta))
+    shared = (
+        queries,
+        rows,
+        columns,
+        grad,
+        aligned(total.contiguous()),
+        aligned(delta.contiguous()),
+    )
     sizes = {"H": heads, "DV": d_v, "DR": rope, "BLOCK_H": BLOCK_HEADS, "TILE": BACKWARD_TILE}
     launch = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
     for first in range(0, tokens, step):

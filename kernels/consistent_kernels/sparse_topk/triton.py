@@ -309,8 +309,8 @@ def sparse_topk_fwd(
         registers = REGISTERS_FEW_ROWS if few else REGISTERS_MANY_ROWS
     _sparse_topk_kernel[(parts, rows)](
         scores.view(torch.int32),
-        starts,
-        ends,
+        starts.contiguous(),
+        ends.contiguous(),
         out,
         maxima,
         nodes,

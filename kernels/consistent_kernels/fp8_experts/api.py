@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -134,34 +135,17 @@ def _(
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
     ids: torch.Tensor,
-    limit: float | None,
-    scale_format: str,
-    layout: str,
-    impl: str,
+    *_: object,
 ) -> torch.Tensor:
     return x.new_empty((*ids.shape, w2.shape[1]))
 
 
-def _fp8_experts_deep_gemm(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    limit: float | None,
-    scale_format: str,
-    layout: str,
-) -> torch.Tensor:
+def _fp8_experts_deep_gemm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     count("fp8_experts", "deep_gemm")
     require_cuda("fp8_experts", "deep_gemm", x)
     from consistent_kernels.fp8_experts.deep_gemm import fp8_experts_deep_gemm
 
-    return fp8_experts_deep_gemm(
-        x, w13, w13_scale, w2, w2_scale, ids, weights, shared, limit, scale_format, layout
-    )
+    return fp8_experts_deep_gemm(x, *rest)
 
 
 _LIBRARY.impl("fp8_experts", _fp8_experts_deep_gemm, "CompositeExplicitAutograd")
@@ -169,17 +153,7 @@ _LIBRARY.impl("fp8_experts", _fp8_experts_deep_gemm, "CompositeExplicitAutograd"
 
 @torch.library.register_fake("consistent_kernels::fp8_experts", lib=_LIBRARY)
 def _(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    limit: float | None,
-    scale_format: str,
-    layout: str,
+    x: torch.Tensor, w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, *_: object
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], w2.shape[1]))
 

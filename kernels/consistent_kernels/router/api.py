@@ -63,12 +63,7 @@ def _(
     forced: torch.Tensor | None,
     valid: torch.Tensor | None,
     top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-    impl: str,
+    *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -18,6 +19,7 @@ from benchmarks.ops.cases import compressor as compressor_cases
 from benchmarks.ops.cases import indexer as indexer_cases
 from benchmarks.ops.cases import kv_cache_fp8 as kv_cases
 from benchmarks.ops.cases import router as router_cases
+from benchmarks.ops.cases import sparse_attention as sparse_cases
 from benchmarks.schedules.group import Group
 from consistent_kernels.errors import invalid
 from consistent_kernels.grouped_linear import grouped_linear
@@ -33,6 +35,11 @@ GATHERS = [
 GATHERS_V4 = [
     {"GATHER_WARPS": warps, "GATHER_VALUES_V4": values}
     for warps, values in ((4, 16), (4, 8), (2, 16), (8, 16), (2, 32), (4, 32))
+]
+DECODES = [
+    {"GATHER_DESCENDING": descending, "GATHER_EVICT": evict}
+    for descending in (False, True)
+    for evict in (False, True)
 ]
 COMPRESSORS = [{"COLUMNS_PER_WARP": columns} for columns in (64, 128, 256)]
 ROUTERS = [{"NUM_WARPS": warps} for warps in (1, 2)]
@@ -53,6 +60,13 @@ def gathers(setting: Setting) -> Iterator[Group]:
     for layout, queries in shapes:
         for case in kv_cases.reads(setting, layout, queries):
             yield from _groups(case, kv_cache, GATHERS_V4 if layout is V4 else GATHERS)
+
+
+def decodes(setting: Setting) -> Iterator[Group]:
+    """FP8 entries gathered, then read by the sparse forward: the order of one serves the other."""
+    for case in sparse_cases.cases(setting):
+        if case.op == "sparse_attention_fp8_decode" and case.impl != "triton":
+            yield from _groups(dataclasses.replace(case, impl="triton"), kv_cache, DECODES)
 
 
 def compressors(setting: Setting) -> Iterator[Group]:

@@ -29,6 +29,7 @@ SWEEPS: dict[str, Callable[[Setting], Iterator[Group]]] = {
     "compressor": constants.compressors,
     "router": constants.routers,
     "gather": constants.gathers,
+    "decode": constants.decodes,
     "indexer": constants.indexers,
     "grouped_linear": constants.grouped_linears,
 }

@@ -23,6 +23,12 @@ So no value changes threads between the two; 16 values take half the loads, and 
 GATHER_VALUES_V4 = 16
 """Triton: the same of V4, whose groups are half as wide (64 queries: 20.1 against 20.9 us)."""
 
+GATHER_DESCENDING = False
+"""Triton: last entries first, so that those which the attention reads first are still in L2."""
+
+GATHER_EVICT = False
+"""Triton: read bytes leave L2 before written rows do."""
+
 SPEC = OpSpec(
     op="kv_cache_fp8",
     version=1,

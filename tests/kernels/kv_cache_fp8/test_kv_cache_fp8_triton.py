@@ -69,7 +69,8 @@ def test_gather_kv_fp8_cross_compiles(arch: int, layout: KVLayout, paged: bool) 
         | dict.fromkeys(("entries", "k", "table_stride", "block_stride"), "i32")
         | dict.fromkeys(("indices_stride", "first_row"), "i32"),
         constexprs=_constants(layout, 64)
-        | {"PAGED": paged, "INDICES": paged, "ROWS": gather_rows(layout)},
+        | {"PAGED": paged, "INDICES": paged, "ROWS": gather_rows(layout)}
+        | {"DESCENDING": paged, "EVICT": paged},
         num_warps=GATHER_WARPS,
         enable_fp_fusion=False,
     )

@@ -1,7 +1,7 @@
 """Attention through FlashAttention 3 out of vLLM's wheel, one key split a call, merged in order.
 
 FA3 with `num_splits=1` adds keys in ascending tiles, so a row's bits follow its query and keys, as
-long as every phase runs tiles of one width. Three things choose another width, and all are pinned:
+long as every phase runs tiles of one width. Four things choose another width, and all are pinned:
 
 - the mask. A causal one is consistent at head dim 128 alone; elsewhere its tiles follow the number
   of queries, or differ between pages and packed keys. A window's tiles never do: one that hides the
@@ -16,7 +16,7 @@ long as every phase runs tiles of one width. Three things choose another width, 
 Contexts of up to `key_split` keys are one call. Longer ones are cut at multiples of it, counted
 from position 0: decode runs all splits of all requests as sequences of one call; so does prefill
 for the queries inside a split, with one more call a split for those behind it.
-`flash_attn_merge.py` merges.
+`flash_attn_splits.py` cuts, `flash_attn_merge.py` merges.
 
 Source: vllm/vllm_flash_attn/flash_attn_interface.py (0.25.1); tiles: vllm-project/flash-attention,
 hopper/{heuristics.h, tile_size.h, tile_scheduler.hpp}; Shah et al., arXiv 2407.08608.
@@ -29,12 +29,8 @@ import dataclasses
 import torch
 
 from consistent_kernels import vendored
-from consistent_kernels.attention.flash_attn_merge import (
-    decode_splits,
-    merge_decode,
-    merge_prefill,
-    prefill_splits,
-)
+from consistent_kernels.attention.flash_attn_merge import merge_decode, merge_prefill
+from consistent_kernels.attention.flash_attn_splits import decode_splits, prefill_splits
 from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.spec import (
     FLASH_CAUSAL_HEAD_DIMS,

@@ -99,7 +99,13 @@ _SCHEDULES = {
         },
     ),
     "flash_attn": (
-        ("parameters.py", "flash_attn.py", "flash_attn_merge.py", "triton.py"),
+        (
+            "parameters.py",
+            "flash_attn.py",
+            "flash_attn_splits.py",
+            "flash_attn_merge.py",
+            "triton.py",
+        ),
         {
             "num_splits": 1,
             "page_sizes": "16, 32, 64",

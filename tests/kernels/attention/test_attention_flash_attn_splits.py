@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from interpreted import output_interpreted
 
-from consistent_kernels.attention import flash_attn_merge
+from consistent_kernels.attention import flash_attn_merge, flash_attn_splits
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
 SCRIPT = """
 import torch
-from consistent_kernels.attention.flash_attn_merge import decode_splits
+from consistent_kernels.attention.flash_attn_splits import decode_splits
 from consistent_kernels.attention.parameters import AttentionParameters
 
 params = AttentionParameters(3, 1, 64, 0.125, key_split=128)
@@ -59,7 +59,7 @@ print("every split found")
 
 PREFILL_SCRIPT = """
 import torch
-from consistent_kernels.attention.flash_attn_merge import prefill_splits
+from consistent_kernels.attention.flash_attn_splits import prefill_splits
 from consistent_kernels.attention.parameters import AttentionParameters
 
 params = AttentionParameters(3, 1, 64, 0.125, key_split=128)
@@ -172,7 +172,7 @@ def test_decode_splits_interpreted() -> None:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_splits_cross_compile(arch: int, paged: bool, phase: str) -> None:
-    kernel = getattr(flash_attn_merge, f"_{phase}_splits_kernel")
+    kernel = getattr(flash_attn_splits, f"_{phase}_splits_kernel")
     constants = {"SPLIT": 4096, "PAGED": paged, "IN_SPLIT": 256, "IN_BLOCK": 256}
     if phase == "decode":
         constants |= {"WIDTH": 4096, "BLOCK": 4096}

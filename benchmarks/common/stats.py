@@ -14,6 +14,12 @@ INTERVAL = "95% t interval of the mean log ratio over pairs"
 LEAST_PAIRS = 5
 """Pairs of a ratio that is written to a result file."""
 
+LEAST_TOKENS = 16_384
+"""Compared tokens of a row that is written to a result file."""
+
+LEAST_LOGPROB = -3.0
+"""Mean log-prob of sampled tokens; with less, logits are too flat for a comparison to mean much."""
+
 # 97.5% quantiles of Student's t with 1 to 30 degrees of freedom (any table); beyond, the last one
 # is taken, which is the wider choice.
 _T_975 = (
@@ -65,6 +71,12 @@ def require_pairs(op: str, pairs: int) -> None:
     """Raise InvalidInputError where a ratio of so many pairs must not be written."""
     if pairs < LEAST_PAIRS:
         raise invalid(op, "pairs", f"{LEAST_PAIRS} or more where rows are written", pairs)
+
+
+def require_tokens(op: str, name: str, tokens: int) -> None:
+    """Raise InvalidInputError where rows of so few compared tokens must not be written."""
+    if tokens < LEAST_TOKENS:
+        raise invalid(op, name, f"{LEAST_TOKENS} or more where rows are written", tokens)
 
 
 def in_turns(names: Iterable[str], rounds: int) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,8 @@ from rich.table import Table
 
 from benchmarks.common.clock import Clock
 from benchmarks.common.record import provenance
-from benchmarks.common.rows import Row, merge_into
-from benchmarks.common.stats import require_pairs
+from benchmarks.common.rows import Row, merge_into, require_mergeable
+from benchmarks.common.stats import require_pairs, require_tokens
 from benchmarks.rollout import models
 from benchmarks.rollout.models import Checkpoint, checkpoint
 from benchmarks.rollout.process import ProcessError
@@ -33,6 +34,7 @@ from benchmarks.rollout.variants import STOCK, VARIANTS, Variant, variants
 from benchmarks.rollout.works import WORKS, Work, chosen, tiny
 from consistent_kernels.errors import ConfigurationError, ConsistencyError, invalid
 from vllm_consistent.cli import exit_codes
+from vllm_consistent.cli.interrupts import interruptible
 
 KEY = ("work", "variant")
 """Rows of equal values here replace each other in a result file."""
@@ -307,21 +309,24 @@ def main(
     trainer's.
 
     Exit codes: 0 all reported, 1 a speed is not reported because parity failed, 2 bad arguments,
-    3 an engine did not start or died (the others are kept).
+    3 an engine or the benchmark died (what was checked is kept), 130 interrupted (likewise).
     """
     if list_works:
         for item in WORKS:
             typer.echo(f"{item.key:18} {item.name} [{item.unit}]")
         return
-    folder = scratch or Path(tempfile.mkdtemp(prefix="rollout-", dir=_roomy()))
     try:
         if out is not None and not (tiny_size or parity_only):
             require_pairs("benchmarks.rollout", min(pairs, peer_pairs))
+            require_tokens("benchmarks.rollout", "--parity-tokens", parity_tokens)
         works = [tiny(item) if tiny_size else item for item in chosen(work or ())]
         wanted = variants(variant or ["consistent"], with_stock=not parity_only)
         if not tiny_size and not torch.cuda.is_available():
             raise ConfigurationError(["no CUDA device is there; use --tiny on a CPU"], "benchmark")
         source = provenance(commit)
+        require_mergeable([path for path in (out, profile) if path], source.hardware)
+        further = engine_options(engine_arg or ())
+        folder = scratch or Path(tempfile.mkdtemp(prefix="rollout-", dir=_roomy()))
         options = Options(
             variants=wanted,
             pairs=0 if parity_only else pairs,
@@ -329,7 +334,7 @@ def main(
             warmups=warmups,
             parity_tokens=parity_tokens,
             device="cuda" if torch.cuda.is_available() else "cpu",
-            engine_args=engine_options(engine_arg or ()),
+            engine_args=further,
             packed_tokens=16_384,
             environment=_environment(folder / "cache"),
             logs=folder / "logs",
@@ -348,13 +353,19 @@ def main(
 
     shapes = models.TINY_MODELS if tiny_size else models.MODELS
     try:
-        result = measure(works, options, clock, folder / "models", shapes, model_path, keep)
+        with interruptible():
+            result = measure(works, options, clock, folder / "models", shapes, model_path, keep)
+    except KeyboardInterrupt as error:
+        raise typer.Exit(exit_codes.INTERRUPTED) from error
     except ProcessError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.FAILED) from error
     except ConsistencyError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.USAGE) from error
+    except Exception as error:
+        traceback.print_exc()  # Python would end with 1, which means a mismatch here
+        raise typer.Exit(exit_codes.FAILED) from error
     finally:
         if scratch is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -19,16 +19,13 @@ import numpy as np
 
 from benchmarks.common.clock import Clock
 from benchmarks.common.rows import Row
-from benchmarks.common.stats import INTERVAL, paired_ratio
+from benchmarks.common.stats import INTERVAL, LEAST_LOGPROB, paired_ratio
 from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import Process, ProcessError
 from benchmarks.rollout.samples import Comparison, Sample, compare, enough
 from benchmarks.rollout.variants import OURS, STOCK, Variant
 from benchmarks.rollout.works import FIRST_TOKEN, PROFILE_TOKENS, Work
 from consistent_kernels.errors import ConsistencyError
-
-LEAST_LOGPROB = -3.0
-"""Mean log-prob below which logits are too flat for a comparison to mean much."""
 
 _SMOKE = (4, 16)
 _BLOCK = 16
@@ -467,7 +464,7 @@ def require(found: Comparison, variant: Variant, tokens: int) -> None:
         raise ParityError(
             f"only {found.tokens} of {tokens} tokens were compared; no speed is reported"
         )
-    if found.mean_logprob <= LEAST_LOGPROB:
+    if not found.mean_logprob > LEAST_LOGPROB:  # NaN has equal bits on all sides
         raise ParityError(
             f"mean log-prob {found.mean_logprob:.2f} is not above {LEAST_LOGPROB}: logits are too "
             "flat for the comparison to mean much; no speed is reported"

@@ -21,15 +21,18 @@ class Parity:
         mismatched: tokens that differ in any bit in any of the runs.
         runs: differing tokens of each run, by name.
         mean_logprob: of the tokens (random ones, so it says little).
+        mean_entropy: of the distributions: the negative of the mean log-prob that tokens sampled
+            from them would have.
     """
 
     compared: int
     mismatched: int
     runs: dict[str, int]
     mean_logprob: float
+    mean_entropy: float
 
 
-def check(model: nn.Module, batch: Batch, *, entropy: bool = True) -> Parity:
+def check(model: nn.Module, batch: Batch) -> Parity:
     """Score the batch in several layouts and compare log-probs and entropies with the first.
 
     The tokens are random, so their log-probs are far below 0 and coarse; the entropy (near 1 for
@@ -38,11 +41,10 @@ def check(model: nn.Module, batch: Batch, *, entropy: bool = True) -> Parity:
     ids = batch.ids
     rows, length = ids.shape
     positions = torch.arange(length, device=ids.device).expand(rows, -1)
-    options = {"entropy": entropy}
 
     def two(**layout: object) -> torch.Tensor:
-        scores = token_logprobs(model, **layout, **options)
-        columns = [scores.log_probs, scores.entropy] if entropy else [scores.log_probs]
+        scores = token_logprobs(model, **layout)
+        columns = (scores.log_probs, scores.entropy)
         return torch.stack([column.view(rows, length)[:, 1:] for column in columns]).detach()
 
     with torch.no_grad():
@@ -53,11 +55,9 @@ def check(model: nn.Module, batch: Batch, *, entropy: bool = True) -> Parity:
             "one sequence at a time": two(input_ids=ids, micro_batch_size=1),
         }
     # One sequence: gradients need the memory of a training step.
-    first = token_logprobs(model, ids[:1], **options)
-    columns = [first.log_probs, first.entropy] if entropy else [first.log_probs]
-    others["with gradients"] = torch.cat(
-        [torch.stack([column[:, 1:] for column in columns]).detach(), whole[:, 1:]], dim=1
-    )
+    first = token_logprobs(model, ids[:1])
+    columns = torch.stack([first.log_probs[:, 1:], first.entropy[:, 1:]]).detach()
+    others["with gradients"] = torch.cat([columns, whole[:, 1:]], dim=1)
     del first, columns
     differing = {name: _differs(whole, other) for name, other in others.items()}
     either = torch.stack(list(differing.values())).any(0)
@@ -66,6 +66,7 @@ def check(model: nn.Module, batch: Batch, *, entropy: bool = True) -> Parity:
         mismatched=int(either.sum()),
         runs={name: int(where.sum()) for name, where in differing.items()},
         mean_logprob=float(whole[0].double().mean()),
+        mean_entropy=float(whole[1].double().mean()),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,15 @@ from rich.table import Table
 
 from benchmarks.common.clock import Clock
 from benchmarks.common.record import provenance
-from benchmarks.common.rows import Row, merge_into
-from benchmarks.common.stats import INTERVAL, LEAST_PAIRS, paired_ratio, require_pairs
+from benchmarks.common.rows import Row, merge_into, require_mergeable
+from benchmarks.common.stats import (
+    INTERVAL,
+    LEAST_LOGPROB,
+    LEAST_PAIRS,
+    paired_ratio,
+    require_pairs,
+    require_tokens,
+)
 from benchmarks.rollout.models import MODELS, TINY_MODELS, Shape
 from benchmarks.train.parity import Parity, check
 from benchmarks.train.step import (
@@ -172,9 +180,25 @@ def rows_of(
                 "mismatched_tokens": parity.mismatched,
                 "compared_tokens": parity.compared,
                 "mean_logprob": parity.mean_logprob,
+                "mean_entropy": parity.mean_entropy,
             }
         )
     return rows
+
+
+def refused(parity: Parity) -> str | None:
+    """Return why no speed is reported, or None."""
+    if parity.mismatched:
+        return (
+            f"{parity.mismatched} of {parity.compared} tokens differ ({parity.runs}); "
+            "no speed is reported"
+        )
+    if not parity.mean_entropy < -LEAST_LOGPROB:  # NaN has equal bits in all runs
+        return (
+            f"mean entropy {parity.mean_entropy:.2f} is not below {-LEAST_LOGPROB}: logits are too "
+            "flat for the comparison to mean much; no speed is reported"
+        )
+    return None
 
 
 def measure(
@@ -194,11 +218,9 @@ def measure(
     with clock.phase("parity"):
         parity = check(pair.ours, batch)
     clock.tell(f"{parity.mismatched} of {parity.compared} tokens differ: {parity.runs}")
-    if parity.mismatched:
-        return [], (
-            f"{parity.mismatched} of {parity.compared} tokens differ ({parity.runs}); "
-            "no speed is reported"
-        )
+    refusal = refused(parity)
+    if refusal:
+        return [], refusal
     _release()
     with clock.phase(f"{setting.pairs} rounds"):
         steps, _ = run_rounds(
@@ -261,17 +283,20 @@ def main(
     ("chunked"). Full logits are left out where they do not fit into memory.
 
     Exit codes: 0 reported, 1 no speed is reported because parity failed, 2 bad arguments,
-    3 out of memory.
+    3 out of memory, or it died (rows of five pairs and more are kept), 130 interrupted (likewise).
     """
     try:
         if out is not None and not tiny:
             require_pairs("benchmarks.train", pairs)
+            compared = sequences * (length - 1)
+            require_tokens("benchmarks.train", "--sequences times (--length - 1)", compared)
         kinds = tuple(dict.fromkeys(stock or STOCK))
         for kind in kinds:
             require_implementation("benchmarks.train --stock", kind, STOCK)
         if not tiny and not torch.cuda.is_available():
             raise typer.BadParameter("no CUDA device is there; use --tiny on a CPU")
         source = provenance(commit)
+        require_mergeable([out] if out else [], source.hardware)
     except ConsistencyError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(exit_codes.USAGE) from error
@@ -296,6 +321,9 @@ def main(
         rows, refusal = measure(setting, clock, keep)
     except torch.cuda.OutOfMemoryError as error:
         typer.echo(f"out of memory: {error}. Give fewer --layers", err=True)
+        raise typer.Exit(exit_codes.FAILED) from error
+    except Exception as error:
+        traceback.print_exc()  # Python would end with 1, which means a mismatch here
         raise typer.Exit(exit_codes.FAILED) from error
     if refusal:
         typer.echo(refusal, err=True)

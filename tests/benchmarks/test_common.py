@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common import record
-from benchmarks.common.rows import merge_into, merged, read_rows
+from benchmarks.common.rows import merge_into, merged, read_rows, require_mergeable
 from benchmarks.common.stats import in_turns, paired_ratio
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
 
@@ -79,6 +81,45 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str)
     with pytest.raises(InvalidInputError):
         merge_into(path, [{"work": "a"}], ("work",))
     assert path.read_text() == text
+
+
+def test_merges_side_by_side_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    names = [str(index) for index in range(48)]
+    merging = [
+        threading.Thread(target=merge_into, args=(path, [{"work": name}], ("work",)))
+        for name in names
+    ]
+    for thread in merging:
+        thread.start()
+    for thread in merging:
+        thread.join()
+    assert sorted(row["work"] for row in read_rows(path)) == sorted(names)
+
+
+def test_a_file_that_rows_can_go_into_is_taken(tmp_path: Path) -> None:
+    there = tmp_path / "rows.json"
+    merge_into(there, [{"work": "a", "hardware": "NVIDIA H200"}], ("work",))
+    require_mergeable([there, tmp_path / "new" / "rows.json"], "NVIDIA H200")
+    assert (tmp_path / "new").is_dir()
+
+
+def test_what_rows_cannot_go_into_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "rows.json"
+    merge_into(there, [{"work": "a", "hardware": "NVIDIA H200"}], ("work",))
+    with pytest.raises(ConfigurationError, match="rows of NVIDIA H200, this is NVIDIA H100"):
+        require_mergeable([there], "NVIDIA H100")
+    with pytest.raises(ConfigurationError, match="named twice"):
+        require_mergeable([there, tmp_path / "rows.json"], "NVIDIA H200")
+    with pytest.raises(InvalidInputError, match="a file that can be read"):
+        require_mergeable([tmp_path], "NVIDIA H200")
+    with pytest.raises(ConfigurationError, match=r"rows\.json"):
+        require_mergeable([there / "below.json"], "NVIDIA H200")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigurationError, match="cannot be written to"):
+        require_mergeable([there], "NVIDIA H200")
 
 
 def test_rows_of_an_absent_file() -> None:

@@ -1,19 +1,16 @@
-"""The rollout benchmark without engines: order, refusals, rows, works, memory, arguments."""
+"""The rollout benchmark without engines: order, refusals, rows, works, memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
+from fake_engines import LOGPROB, NEXT, Fake, dies_after, use_fakes
 
 from benchmarks.common.clock import Clock
-from benchmarks.rollout import run, session
 from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import ProcessError
 from benchmarks.rollout.prompts import RandomPrompts
@@ -21,93 +18,14 @@ from benchmarks.rollout.samples import Sample, compare, enough
 from benchmarks.rollout.session import ModelSession, Options
 from benchmarks.rollout.variants import STOCK, VARIANTS, variants
 from benchmarks.rollout.works import WORKS, chosen, tiny
-from consistent_kernels.errors import InvalidInputError
 
 PROMPTS = RandomPrompts(1280)
 MODEL = Checkpoint(Path("somewhere"), PROMPTS, weight_bytes=1000, kv_bytes=64)
-LOGPROB = np.float32(-0.7)
-NEXT = np.nextafter(LOGPROB, np.float32(0))
-
-
-class Fake:
-    """Stands for an engine's or a trainer's process; `faults` names what goes wrong.
-
-    Faults: (variant, role, method) -> "one bit" flips a score, an exception is raised,
-    of a list the last entry is taken.
-    """
-
-    faults: ClassVar[dict[tuple[str, str, str], Any]] = {}
-    calls: ClassVar[list[tuple[str, str]]] = []
-    logprob: ClassVar[np.float32] = LOGPROB
-
-    def __init__(self, name: str, module: str, environment: dict[str, str], logs: Path) -> None:
-        role = "trainer" if name.endswith("-trainer") else "engine"
-        self.variant = name.removesuffix("-trainer").rpartition("-")[2]
-        self.role = role
-        self.environment = environment
-        self.answers: list[Any] = []
-        self.closed = False
-
-    def send(self, method: str, **arguments: Any) -> None:
-        self.answers.append((method, arguments))
-
-    def result(self) -> Any:
-        method, arguments = self.answers.pop(0)
-        Fake.calls.append((self.variant, method))
-        fault = self.faults.get((self.variant, self.role, method))
-        if isinstance(fault, list):
-            fault = fault.pop()
-        if isinstance(fault, Exception):
-            raise fault
-        return getattr(self, method)(fault, **arguments)
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        self.send(method, **arguments)
-        return self.result()
-
-    def close(self) -> None:
-        self.closed = True
-
-    def prepare(self, fault: Any) -> None:
-        return None
-
-    def load(self, fault: Any, model: str) -> None:
-        return None
-
-    def bridge(self, fault: Any, device: str, contract: Any) -> None:
-        return None
-
-    def start(self, fault: Any, model: str, arguments: Any, consistent: bool) -> dict[str, Any]:
-        report = {"digest": "d1", "runner": "V2"} if consistent else None
-        started = {"seconds": 30.0, "contract": {"name": "made up"}, "report": report}
-        return started | {"environment": {"VLLM_OF": self.variant}}
-
-    def rollout(
-        self, fault: Any, prompts: Any, tokens: int, measure: str, cached: bool
-    ) -> dict[str, Any]:
-        scores = np.full(tokens, self.logprob, np.float32)
-        samples = [Sample(ids, [5] * tokens, scores) for ids in prompts]
-        return {"value": 80.0 if self.variant != STOCK else 100.0, "samples": samples}
-
-    def score(self, fault: Any, samples: list[Sample], **options: Any) -> list[np.ndarray]:
-        scores = [sample.logprobs.copy() for sample in samples]
-        if fault == "one bit":
-            scores[-1][-1] = np.nextafter(scores[-1][-1], np.float32(0))
-        return scores
-
-    def profile(self, fault: Any, prompts: Any, steps: int) -> dict[str, Any]:
-        return {"steps": steps, "kernels": []}
-
-    def profile_prefill(self, fault: Any, prompts: Any) -> dict[str, Any]:
-        return {"steps": len(prompts), "kernels": []}
 
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "Process", Fake)
-    monkeypatch.setattr(Fake, "faults", {})
-    monkeypatch.setattr(Fake, "calls", [])
-    monkeypatch.setattr(Fake, "logprob", LOGPROB)
+    use_fakes(monkeypatch)
 
 
 def options(*names: str, **fields: Any) -> Options:
@@ -145,11 +63,6 @@ def run_through(made: ModelSession, keep: Any = lambda result: None) -> ModelSes
     made.check(keep)
     made.close()
     return made
-
-
-def dies_after(variant: str, method: str, calls: int) -> None:
-    """Let an engine answer `calls` calls of a method and die in the next one."""
-    Fake.faults[(variant, "engine", method)] = [ProcessError("it died")] + [None] * calls
 
 
 def test_rows_hold_what_the_table_needs() -> None:
@@ -198,8 +111,10 @@ def test_differing_first_samples_stop_the_engine_before_it_is_timed() -> None:
     ]
 
 
-def test_flat_logits_refuse_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fake, "logprob", np.float32(-3.0))
+@pytest.mark.parametrize("logprob", [-3.0, -np.inf, np.nan])
+def test_flat_logits_refuse_the_speed(logprob: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN too, whose bits are equal on all sides."""
+    monkeypatch.setattr(Fake, "logprob", np.float32(logprob))
     result = finished().result
     assert result.rows == []
     assert "too flat" in result.refusals[0]
@@ -358,107 +273,3 @@ def test_enough_is_evenly_spread_and_no_more() -> None:
     assert enough(given, 20) == [given[0], given[4]]
     assert enough(given, 1000) == given
     assert enough([], 5) == []
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(run.app, list(arguments))
-
-
-def tiny_arguments(folder: Path) -> tuple[str, ...]:
-    work = ("--tiny", "--work", "qwen3_0_6b.1", "--parity-tokens", "12", "--commit", "4" * 40)
-    return (*work, "--scratch", str(folder / "scratch"), "--out", str(folder / "rows.json"))
-
-
-def test_command_writes_rows_and_profiles(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    done = invoke(*tiny_arguments(tmp_path), "--profile", str(profile))
-    assert done.exit_code == 0, done.output
-    (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert row["commit"] == "4" * 40
-    assert row["versions"]["torch"]
-    assert {p["variant"] for p in json.loads(profile.read_text())} == {STOCK, "consistent"}
-
-
-def test_command_exits_with_1_and_reports_no_speed(tmp_path: Path) -> None:
-    Fake.faults[("consistent", "trainer", "score")] = "one bit"
-    done = invoke(*tiny_arguments(tmp_path))
-    assert done.exit_code == 1
-    assert "no speed is reported" in done.output
-    assert json.loads((tmp_path / "rows.json").read_text()) == []
-    assert "0.800" not in done.output, "the ratio must not appear"
-
-
-def test_command_exits_with_3_when_an_engine_breaks(tmp_path: Path) -> None:
-    Fake.faults[("batch_invariant", "engine", "start")] = ProcessError("no such backend")
-    both = ("--variant", "consistent", "--variant", "batch_invariant")
-    done = invoke(*tiny_arguments(tmp_path), *both)
-    assert done.exit_code == 3
-    assert len(json.loads((tmp_path / "rows.json").read_text())) == 1
-    Fake.faults[(STOCK, "engine", "start")] = ProcessError("no memory")
-    assert invoke(*tiny_arguments(tmp_path)).exit_code == 3
-
-
-def test_command_seats_variants_that_do_not_fit_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def two_by_two(loads: Any, wanted: Any, free: int) -> Any:
-        return [[(0, [wanted[0], one])] for one in wanted[1:]]
-
-    monkeypatch.setattr(run, "waves", two_by_two)
-    Fake.faults[(STOCK, "engine", "start")] = [None, ProcessError("no memory"), None]
-    names = ("consistent", "triton", "batch_invariant")
-    asked = [word for name in names for word in ("--variant", name)]
-    done = invoke(*tiny_arguments(tmp_path), *asked)
-    assert done.exit_code == 3
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["variant"] for row in rows] == ["consistent", "batch_invariant"]
-    states = [row["start_seconds"]["cache"] for row in rows]
-    assert states == ["cold", "cold, stock's warm"]
-
-
-def test_command_checks_parity_alone(tmp_path: Path) -> None:
-    done = invoke(*tiny_arguments(tmp_path), "--parity-only")
-    assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "rows.json").read_text()) == []
-    assert {variant for variant, _ in Fake.calls} == {"consistent"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--work", "nonsense"], "work 'nonsense' is not supported"),
-        (["--variant", "stock"], "impl 'stock' is not supported"),
-        (["--engine-arg", "max_num_seqs"], "NAME=JSON"),
-        (["--engine-arg", "a=b"], "NAME=JSON"),
-        (["--pairs", "1"], "greater than or equal to 2"),
-    ],
-)
-def test_command_rejects_bad_arguments(arguments: list[str], text: str) -> None:
-    done = invoke("--tiny", "--commit", "5" * 40, *arguments)
-    assert done.exit_code == 2, done.output
-    assert text in done.output
-
-
-@pytest.mark.parametrize("few", ["--pairs", "--peer-pairs"])
-def test_command_writes_no_ratio_of_fewer_than_five_pairs(tmp_path: Path, few: str) -> None:
-    done = invoke("--commit", "5" * 40, "--out", str(tmp_path / "rows.json"), few, "4")
-    assert done.exit_code == 2
-    assert "5 or more where rows are written" in done.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_command_without_a_gpu_says_so() -> None:
-    done = invoke("--commit", "5" * 40)
-    assert done.exit_code == 2
-    assert "use --tiny" in done.output
-
-
-def test_engine_options_are_json() -> None:
-    assert run.engine_options(["a=1", 'b={"c": [1]}']) == {"a": 1, "b": {"c": [1]}}
-    with pytest.raises(InvalidInputError):
-        run.engine_options(["=1"])
-
-
-def test_list_names_every_work() -> None:
-    done = invoke("--list")
-    assert all(work.key in done.output for work in WORKS)

@@ -76,6 +76,7 @@ def test_parity_holds_for_the_bridged_model(pair: Pair) -> None:
     found = check(pair.ours, make_batch(SHAPE, 3, 20, "cpu"))
     assert found.mismatched == 0
     assert found.compared == 3 * 19
+    assert 0.3 < found.mean_entropy < 3, "flat logits hide mismatches"
     assert set(found.runs) == {"a second run", "packed", "one sequence at a time", "with gradients"}
 
 
@@ -113,7 +114,7 @@ def test_rows_hold_time_and_memory_against_each_stock_trainer() -> None:
         "chunked": [Step(1.0, 100), Step(1.1, 99)],
         "full": [Step(4.0, 210), Step(4.4, 200)],
     }
-    rows = run.rows_of(steps, 3, Parity(100, 0, {}, -1.5), setting())
+    rows = run.rows_of(steps, 3, Parity(100, 0, {}, -46.0, 1.5), setting())
     by_kind = {row["stock_logprobs"]: row for row in rows}
     assert by_kind["chunked"]["ratio_to_stock"] == pytest.approx(2.0)
     assert by_kind["chunked"]["peak_memory_ratio"] == pytest.approx(1.05)
@@ -121,6 +122,7 @@ def test_rows_hold_time_and_memory_against_each_stock_trainer() -> None:
     assert by_kind["full"]["peak_memory_ratio"] == pytest.approx(0.5)
     assert by_kind["full"]["layers"] == 3
     assert (by_kind["full"]["mismatched_tokens"], by_kind["full"]["compared_tokens"]) == (0, 100)
+    assert (by_kind["full"]["mean_logprob"], by_kind["full"]["mean_entropy"]) == (-46.0, 1.5)
 
 
 def test_stock_that_does_not_fit_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +162,48 @@ def test_command_writes_rows(tmp_path: Path) -> None:
     assert row["commit"] == "7" * 40
 
 
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Parity(100, 3, {"packed": 3}, -46.0, 1.0), "3 of 100 tokens differ"),
+        (Parity(100, 0, {"packed": 0}, -12.0, 3.0), "mean entropy 3.00 is not below 3.0"),
+        (Parity(100, 0, {"packed": 0}, float("nan"), float("nan")), "mean entropy nan"),
+    ],
+)
 def test_command_exits_with_1_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Parity, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "check", lambda model, batch: Parity(100, 3, {"packed": 3}, -1.0))
+    monkeypatch.setattr(run, "check", lambda model, batch: found)
     out = tmp_path / "train.json"
     done = invoke("--tiny", "--layers", 1, "--pairs", 2, "--commit", "7" * 40, "--out", out)
     assert done.exit_code == 1
-    assert "3 of 100 tokens differ" in done.output
+    assert text in done.output
+    assert "no speed is reported" in done.output
     assert not out.exists()
+
+
+def test_command_looks_at_its_file_before_it_starts(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    out.write_text('[{"hardware": "another machine"}]')
+    done = invoke("--tiny", "--layers", 1, "--pairs", 2, "--commit", "7" * 40, "--out", out)
+    assert done.exit_code == 2
+    assert "rows of another machine" in " ".join(done.output.split())
+
+
+def test_command_that_breaks_does_not_end_as_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: Any, batch: Any) -> Parity:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(run, "check", broken)
+    done = invoke("--tiny", "--layers", 1, "--pairs", 2, "--commit", "7" * 40)
+    assert done.exit_code == 3
+
+
+def test_command_writes_no_ratio_of_fewer_than_16384_tokens(tmp_path: Path) -> None:
+    few = ("--sequences", 4, "--length", 4096)
+    done = invoke(*few, "--commit", "7" * 40, "--out", tmp_path / "train.json")
+    assert done.exit_code == 2
+    assert "16384 or more where rows are written, got 16380" in " ".join(done.output.split())
 
 
 def test_command_writes_no_ratio_of_fewer_than_five_pairs(tmp_path: Path) -> None:

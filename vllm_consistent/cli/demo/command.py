@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +15,7 @@ from consistent_kernels.errors import ConsistencyError
 from vllm_consistent.cli import exit_codes
 from vllm_consistent.cli.demo.errors import RunError
 from vllm_consistent.cli.demo.options import BUNDLED_MODEL, DemoOptions, merge_for_resume
+from vllm_consistent.cli.interrupts import interruptible
 
 RUNS = Path("runs")
 _DEFAULT = DemoOptions()
@@ -108,7 +106,7 @@ def demo(
         resume=resume,
     )
     try:
-        with _interruptible():
+        with interruptible():
             code = _run(options, _explicit(ctx), as_json=json_)
     except ConsistencyError as error:
         typer.echo(f"error: {error}", err=True)
@@ -120,22 +118,6 @@ def demo(
         traceback.print_exc()
         code = exit_codes.FAILED
     raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turn SIGINT, which a shell's `&` sets to ignored, and SIGTERM into KeyboardInterrupt."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, _interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _explicit(ctx: typer.Context) -> frozenset[str]:

@@ -103,6 +103,29 @@ def test_weight_scales_equal_verl_triton_with_exact_divisions() -> None:
     )
 
 
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+def test_rows_equal_vllm_quant_fp8_on_a_cpu(scale_format: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
+
+    with set_current_vllm_config(VllmConfig()):
+        stock = QuantFP8(
+            static=False, group_shape=GroupShape(1, 128), use_ue8m0=scale_format == "ue8m0"
+        )
+    x = hazard_activations((65, 300), seed=6)
+    for theirs, ours in zip(
+        stock.forward_native(x),
+        quantize_rows(x, scale_format=scale_format, impl="reference"),
+        strict=True,
+    ):
+        assert_bitwise_equal(theirs.contiguous(), ours)
+    # This form of stock's floors a scale at 1 / (448 * 512), its CUDA kernel (and ours) far below.
+    small = x * 1e-6
+    theirs, _ = stock.forward_native(small)
+    ours, _ = quantize_rows(small, scale_format=scale_format, impl="reference")
+    assert not bitwise_equal(theirs.contiguous(), ours)
+
+
 @pytest.mark.gpu
 @needs_cuda
 def test_weights_are_one_rounding_from_verl_triton() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from router_cases import MODELS, correction_bias
@@ -69,6 +71,49 @@ def test_router_agrees_with_transformers_deepseek_v4() -> None:
     _, weights, ids = hashed(logits, tokens)
     ours = router(logits, parameters=p, forced=hashed.tid2eid[tokens], impl="reference")
     assert_close(ours, (weights, ids))
+
+
+def test_router_agrees_with_transformers_deepseek_v3() -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    logits, bias = inputs("deepseek-v3", "cpu")
+    p = MODELS["deepseek-v3"]
+    config = DeepseekV3Config(hidden_size=8, moe_intermediate_size=8)
+    with torch.device("meta"):
+        layer = DeepseekV3MoE(config)
+    layer.gate.e_score_correction_bias = bias
+    ids, weights = layer.route_tokens_to_experts(logits)
+    assert_close(router(logits, bias, parameters=p, impl="reference"), (weights, ids))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_router_agrees_with_vllm_grouped_topk_on_a_cpu(name: str) -> None:
+    module = pytest.importorskip(
+        "vllm.model_executor.layers.fused_moe.cpu_fused_moe", reason="vLLM is not installed"
+    )
+    p = MODELS[name]
+    logits, bias = inputs(name, "cpu")
+    bias = bias if name == "deepseek-v3" else None
+    stock = module.grouped_topk(
+        hidden_states=logits,
+        gating_output=logits,
+        topk=p.top_k,
+        renormalize=p.renormalize,
+        num_expert_group=p.num_groups,
+        topk_group=p.top_groups,
+        scoring_func=p.scoring,
+        routed_scaling_factor=p.scale,
+        e_score_correction_bias=bias,
+    )
+    ours = router(logits, bias, parameters=p, impl="reference")
+    assert_close(ours, stock)
+    # One unit more than the bound allows, and one expert for another, are both seen.
+    with pytest.raises(AssertionError):
+        assert_close((ours[0], ours[1] * (1 + 2 * ULPS * 2**-24)), stock)
+    ungrouped = dataclasses.replace(p, num_groups=1, top_groups=1)
+    with pytest.raises(AssertionError):
+        assert_close(router(logits, bias, parameters=ungrouped, impl="reference"), stock)
 
 
 @pytest.mark.gpu

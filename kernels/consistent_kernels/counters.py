@@ -1,4 +1,8 @@
-"""Live call counters: which implementation of which op really ran in this process."""
+"""Live call counters: which implementation of which op really ran in this process.
+
+They are the process's: two engines of different programs in one process count each other's calls,
+and their reports name them as a mismatch. Such engines need a process each.
+"""
 
 from __future__ import annotations
 

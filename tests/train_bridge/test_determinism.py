@@ -1,7 +1,14 @@
-"""The determinism switch leaves no trace, and says when it would come too late."""
+"""The determinism switch: gradients repeat, it leaves no trace, and says when it is too late."""
+
+import json
+from collections.abc import Callable
 
 import pytest
+import repeated_gradients
 import torch
+from child_process import run_python
+from repeated_gradients import differing_gradients
+from tiny_models import FAMILIES
 
 from consistent_kernels.errors import ConfigurationError
 from train_bridge import env
@@ -40,3 +47,31 @@ def test_deterministic_gradients_reject_a_late_workspace(monkeypatch: pytest.Mon
         pass
     monkeypatch.setenv(env.CUBLAS_WORKSPACE, ":4096:8")
     assert env.cublas_is_deterministic()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_gradient_is_run_to_run_stable(
+    family: str, dtype: torch.dtype, make_bridged: Callable
+) -> None:
+    assert differing_gradients(make_bridged(family, dtype)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_gradient_is_run_to_run_stable_on_cuda() -> None:
+    done = run_python(repeated_gradients.__file__, **{env.CUBLAS_WORKSPACE: ":4096:8"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == set(FAMILIES)
+    assert all(names == [] for names in found.values()), found
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+)
+def test_control_one_bit_of_one_gradient_shows(name: str, make_bridged: Callable) -> None:
+    def spoil(model: torch.nn.Module, turn: int) -> None:
+        if turn == 1:
+            model.get_parameter(name).grad.view(torch.int32).view(-1)[-1] ^= 1
+
+    assert differing_gradients(make_bridged("qwen3", torch.float32), 2, spoil) == [name]

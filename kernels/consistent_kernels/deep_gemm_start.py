@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import importlib
 import json
 import os
@@ -86,6 +87,16 @@ def cancel_halves(x: torch.Tensor, weight: torch.Tensor) -> None:
     half = x.shape[-1] // 2
     x[..., half : 2 * half] = x[..., :half].flip(-1)
     weight[..., half : 2 * half] = -weight[..., :half].flip(-1)
+
+
+@functools.cache
+def pieces(rows: int) -> tuple[int, ...]:
+    """Return the row counts of the calls that serve `rows` rows, in order (see `PIECES`)."""
+    found: list[int] = []
+    for size in PIECES:
+        found += [size] * (rows // size)
+        rows %= size
+    return (*found, rows) if rows else tuple(found)
 
 
 def probed_rows(max_rows: int) -> list[int]:
@@ -196,13 +207,13 @@ def _shared_out(shapes: Sequence[Shape], processes: int) -> list[list[tuple[Shap
     together, so that few compile twice.
     """
     runs: list[tuple[Shape, list[int]]] = []
-    pieces: list[tuple[Shape, list[int]]] = []
+    large: list[tuple[Shape, list[int]]] = []
     for shape in shapes:
         rows = probed_rows(shape.max_rows)
         small = [m for m in rows if m < min(PIECES)]
         runs += [(shape, small[first : first + _RUN]) for first in range(0, len(small), _RUN)]
-        pieces += [(shape, [m]) for m in rows if m >= min(PIECES)]
-    parts = runs + pieces
+        large += [(shape, [m]) for m in rows if m >= min(PIECES)]
+    parts = runs + large
     return [job for job in (parts[index::processes] for index in range(processes)) if job]
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.experts.deep_gemm_places import PLACE_STEPS, Places, capacity_of
+from consistent_kernels.deep_gemm_start import pieces
+from consistent_kernels.experts.deep_gemm_places import Places, capacity_of
 from consistent_kernels.vendored import deep_gemm
 
 INNER_STEP = 64
 """DeepGEMM's grouped BF16 GEMMs take K in whole tiles."""
-
-CALLS = (16384, 8192, 4096, 2048, 1024, 512)
-"""Places of one contiguous call, largest first: one kernel each. Experts stand one after the other,
-so a cut makes at most one expert's weight be read twice."""
 
 MASKED_HINT = 64
 """Rows of an expert that DeepGEMM is told to expect in the masked layout: with one number there is
@@ -26,16 +23,6 @@ up, and memory for each)."""
 def is_served(hidden: int, width: int) -> bool:
     """Whether DeepGEMM computes a layer of hidden size H and expert width I; else Triton does."""
     return hidden % INNER_STEP == 0 and width % INNER_STEP == 0
-
-
-def calls(places: int) -> list[int]:
-    """Return the sizes of the calls that serve so many contiguous places, in order."""
-    assert places % PLACE_STEPS[0] == 0
-    sizes = []
-    for size in CALLS:
-        sizes += [size] * (places // size)
-        places %= size
-    return sizes
 
 
 def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, places: Places) -> torch.Tensor:
@@ -58,7 +45,8 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, places: Places) -> torch
         library.m_grouped_bf16_gemm_nt_masked(rows, weight, out, places.count, MASKED_HINT)
         return y
     start = 0
-    for size in calls(x.shape[0]):
+    # Experts stand one after the other: a cut makes at most one expert's weight be read twice.
+    for size in pieces(x.shape[0]):
         part = slice(start, start + size)
         library.m_grouped_bf16_gemm_nt_contiguous(x[part], weight, y[part], places.expert[part])
         start += size

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.deep_gemm_start import pieces
 from consistent_kernels.experts import deep_gemm_grouped as bf16
-from consistent_kernels.experts.deep_gemm_grouped import MASKED_HINT, calls
+from consistent_kernels.experts.deep_gemm_grouped import MASKED_HINT
 from consistent_kernels.experts.deep_gemm_places import Places
 from consistent_kernels.fp8_experts.deep_gemm_rows import Quantized
 from consistent_kernels.quantization import tma_aligned_scales
@@ -53,7 +54,7 @@ def grouped_gemm(
         )
         return y
     first = 0
-    for size in calls(x[0].shape[0]):
+    for size in pieces(x[0].shape[0]):
         part = slice(first, first + size)
         rows = (x[0][part], tma_aligned_scales(x[1][part]))
         library.m_grouped_fp8_gemm_nt_contiguous(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from consistent_kernels.alignment import aligned
+from consistent_kernels.deep_gemm_start import pieces
 from consistent_kernels.errors import NumericsError, UnsupportedError
 from consistent_kernels.fp8_linear.probe import Operands, probe_operands, rows_that_differ
 from consistent_kernels.fp8_linear.spec import (
@@ -22,7 +23,6 @@ from consistent_kernels.fp8_linear.spec import (
     LARGEST_ROWS,
     PROBED_ROWS,
 )
-from consistent_kernels.linear.deep_gemm import pieces
 from consistent_kernels.quantization.layout import tma_aligned_scales
 from consistent_kernels.vendored import deep_gemm
 
@@ -70,7 +70,7 @@ def multiply(
     weight_scale: torch.Tensor,
     scale_format: str,
 ) -> torch.Tensor:
-    """`fp8_gemm_nt` in calls of few sizes (see `linear.deep_gemm.pieces`), unprobed.
+    """`fp8_gemm_nt` in calls of few sizes (see `deep_gemm_start.PIECES`), unprobed.
 
     Arguments as in `fp8_gemm_deep_gemm`.
     """

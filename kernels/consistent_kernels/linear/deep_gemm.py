@@ -10,13 +10,11 @@ property of the layer, never of the batch. On an H200 both give the same bits.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from consistent_kernels import vendored
 from consistent_kernels.alignment import aligned
-from consistent_kernels.deep_gemm_start import PIECES
+from consistent_kernels.deep_gemm_start import pieces
 from consistent_kernels.errors import UnsupportedError
 
 _TMA_BYTES = 16
@@ -26,16 +24,6 @@ def is_served(columns: int, inner: int, has_bias: bool, out_dtype: torch.dtype) 
     """Whether DeepGEMM computes a layer [N, K] bf16; else the Triton kernel does."""
     row_bytes = (inner * torch.bfloat16.itemsize, columns * out_dtype.itemsize)
     return not has_bias and all(size % _TMA_BYTES == 0 for size in row_bytes)
-
-
-@functools.cache
-def pieces(rows: int) -> tuple[int, ...]:
-    """Return the row counts of the calls that serve `rows` rows, in order (see `PIECES`)."""
-    found: list[int] = []
-    for size in PIECES:
-        found += [size] * (rows // size)
-        rows %= size
-    return (*found, rows) if rows else tuple(found)
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:

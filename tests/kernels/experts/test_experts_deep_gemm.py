@@ -119,10 +119,10 @@ def test_places_hold_every_routing_and_calls_are_few_sizes(experts: int) -> None
         ):
             needed = -(-counts // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
             assert int(needed.sum()) <= places, (rows, counts)
-        sizes = deep_gemm_grouped.calls(places)
+        sizes = start.pieces(places)
         assert sum(sizes) == places
         seen.update(sizes)
-    assert seen <= set(deep_gemm_grouped.CALLS)
+    assert seen <= set(start.PIECES)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_experts_deep_gemm_probes_both_layouts_and_every_call_size() -> None:
         size
         for rows in probed
         if rows not in masked
-        for size in deep_gemm_grouped.calls(contiguous_places(rows, 128))
+        for size in start.pieces(contiguous_places(rows, 128))
     }
     # Places of 128 experts come in steps of 2,048, so the smaller calls do not occur.
-    assert sizes == {size for size in deep_gemm_grouped.CALLS if size >= 2048}
+    assert sizes == {size for size in start.PIECES if size >= 2048}
 
 
 def test_experts_deep_gemm_rejects_other_dtypes() -> None:

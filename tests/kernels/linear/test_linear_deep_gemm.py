@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistent_kernels.deep_gemm_start import PIECES, ROWS
+from consistent_kernels.deep_gemm_start import PIECES, ROWS, pieces
 from consistent_kernels.errors import NumericsError, UnsupportedError
 from consistent_kernels.linear import deep_gemm, deep_gemm_start, linear, prepare_weight
 from consistent_kernels.linear.deep_gemm import is_served
@@ -42,7 +42,7 @@ def test_linear_deep_gemm_is_chosen_by_layer(
 
 @pytest.mark.parametrize("rows", [0, 1, 511, 512, 513, 1023, 5000, 16384, 16385, 40000])
 def test_linear_deep_gemm_calls_are_few_sizes(rows: int) -> None:
-    sizes = deep_gemm.pieces(rows)
+    sizes = pieces(rows)
     assert sum(sizes) == rows
     assert all(size in PIECES for size in sizes[:-1])
     assert list(sizes) == sorted(sizes, reverse=True)

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 import consistent_kernels.compressor.spec as compressor
+import consistent_kernels.experts.deep_gemm_rows as expert_rows
+import consistent_kernels.fp8_experts.deep_gemm_rows as fp8_expert_rows
 import consistent_kernels.indexer.triton as indexer
 import consistent_kernels.kv_cache_fp8.triton as kv_cache
 import consistent_kernels.router.triton as router
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.cases import compressor as compressor_cases
+from benchmarks.ops.cases import fp8_experts as fp8_expert_cases
 from benchmarks.ops.cases import indexer as indexer_cases
 from benchmarks.ops.cases import kv_cache_fp8 as kv_cases
 from benchmarks.ops.cases import router as router_cases
@@ -40,6 +43,14 @@ DECODES = [
     {"GATHER_DESCENDING": descending, "GATHER_EVICT": evict}
     for descending in (False, True)
     for evict in (False, True)
+]
+ACTIVATIONS = [
+    {"ACTIVATION_GROUPS": groups, "ACTIVATION_WARPS": warps}
+    for groups, warps in ((16, 4), (8, 8), (4, 4), (2, 2), (2, 1), (1, 1))
+]
+COMBINES = [
+    {"COMBINE_BLOCK": block, "NUM_WARPS": warps}
+    for block, warps in ((1024, 4), (512, 4), (512, 2), (256, 2), (256, 1))
 ]
 COMPRESSORS = [{"COLUMNS_PER_WARP": columns} for columns in (64, 128, 256)]
 ROUTERS = [{"NUM_WARPS": warps} for warps in (1, 2)]
@@ -67,6 +78,16 @@ def decodes(setting: Setting) -> Iterator[Group]:
     for case in sparse_cases.cases(setting):
         if case.op == "sparse_attention_fp8_decode" and case.impl != "triton":
             yield from _groups(dataclasses.replace(case, impl="triton"), kv_cache, DECODES)
+
+
+def experts(setting: Setting) -> Iterator[Group]:
+    """What stands around the two grouped GEMMs of FP8 experts."""
+    for case in fp8_expert_cases.cases(setting):
+        if case.impl in ("deep_gemm", "reference") and case.shape.startswith(("M=64 ", "M=5 ")):
+            case = dataclasses.replace(case, impl="triton")
+            yield from _groups(case, fp8_expert_rows, ACTIVATIONS)
+            yield from _groups(case, expert_rows, COMBINES)
+            return
 
 
 def compressors(setting: Setting) -> Iterator[Group]:

@@ -30,6 +30,7 @@ SWEEPS: dict[str, Callable[[Setting], Iterator[Group]]] = {
     "router": constants.routers,
     "gather": constants.gathers,
     "decode": constants.decodes,
+    "experts": constants.experts,
     "indexer": constants.indexers,
     "grouped_linear": constants.grouped_linears,
 }

@@ -111,6 +111,16 @@ def contiguous_places(rows: int, num_experts: int) -> int:
     return triton.cdiv(places, step) * step
 
 
+def empty_masked_places(ids: torch.Tensor, num_experts: int) -> Places:
+    """Return uninitialized places of the masked layout for `ids` [T, K] of `num_experts`."""
+    capacity = capacity_of(ids.shape[0])
+    place, expert, count = (
+        torch.empty(size, dtype=torch.int32, device=ids.device)
+        for size in (ids.numel(), num_experts * capacity, num_experts)
+    )
+    return Places(place, expert, count, capacity)
+
+
 def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Places:
     """Place the (token, slot) rows of `ids` by expert, without waiting for the device.
 

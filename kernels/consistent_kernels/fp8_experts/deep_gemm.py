@@ -15,8 +15,10 @@ from consistent_kernels.experts.deep_gemm_places import Places, expert_places
 from consistent_kernels.experts.deep_gemm_rows import combine_places, from_places
 from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm, is_masked
 from consistent_kernels.fp8_experts.deep_gemm_rows import (
+    PLACED_ROWS,
     Quantized,
     activate_and_quantize,
+    place_and_quantize,
     quantize_to_places,
     to_places,
 )
@@ -24,7 +26,7 @@ from consistent_kernels.fp8_experts.deep_gemm_start import start
 from consistent_kernels.fp8_linear.deep_gemm import check_supported
 from consistent_kernels.quantization import quantize_rows
 
-FUSED_ROWS = 1024
+FUSED_ROWS = PLACED_ROWS
 """Rows (tokens times slots) up to which a token is quantized once a slot, in one launch; above it
 is quantized once and copied. The bytes are the same."""
 
@@ -110,12 +112,27 @@ def _outputs_in_places(
         start(*weight.shape, scale_format, weight.device)
     flat = aligned(ids.int().contiguous())
     masked = is_masked(layout, tokens, slots, w2[0].shape[0])
-    places = expert_places(flat, w2[0].shape[0], masked=masked)
-    if ids.numel() <= FUSED_ROWS:
+    experts, few = w2[0].shape[0], ids.numel() <= FUSED_ROWS
+    if masked and few:
+        rows, places = place_and_quantize(aligned_rows(x), flat, experts, scale_format)
+        return _through_both(rows, w13, w2, places, scale_format, limit), places
+    places = expert_places(flat, experts, masked=masked)
+    if few:
         rows = quantize_to_places(aligned_rows(x), places, slots, scale_format)
     else:
         values, scale = quantize_rows(x, scale_format=scale_format, impl="triton")
         rows = to_places(values, scale, places, slots)
+    return _through_both(rows, w13, w2, places, scale_format, limit), places
+
+
+def _through_both(
+    rows: Quantized,
+    w13: Quantized,
+    w2: Quantized,
+    places: Places,
+    scale_format: str,
+    limit: float | None,
+) -> torch.Tensor:
     gate_up = grouped_gemm(rows, w13, places, scale_format)
     hidden = activate_and_quantize(gate_up, places, scale_format, limit)
-    return grouped_gemm(hidden, w2, places, scale_format), places
+    return grouped_gemm(hidden, w2, places, scale_format)

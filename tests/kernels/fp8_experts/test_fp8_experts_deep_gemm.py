@@ -30,7 +30,7 @@ from consistent_kernels.experts.reference import combine_ref
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization.triton import quantize_rows_fwd
 from consistent_kernels.silu_and_mul.triton import silu_and_mul_fwd
-from consistent_kernels.testing import assert_bitwise_equal
+from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 
 interpreted_fp8.install()
 deep_gemm.grouped_gemm = deep_gemm_start.grouped_gemm = stand_in_gemm
@@ -116,6 +116,20 @@ for masked in (False, True):
     rest = [p for p in range(places.expert.numel()) if p not in seen]
     assert set(places.expert[rest].tolist()) == {-1}
     assert set(places.place[flat < 0].tolist()) == {-1}
+
+# In one launch: the same places and bytes; an expert named twice by every token overflows alike.
+for wide in (wide, torch.full((100, 2), 3, dtype=torch.int32), torch.full((5, 2), -1).int()):
+    x = hazard_activations((wide.shape[0], 512), seed=4)
+    places = expert_places(wide, EXPERTS, masked=True)
+    values, scale = deep_gemm.quantize_to_places(x, places, wide.shape[1], "fp32")
+    rows, found = deep_gemm.place_and_quantize(x, wide, EXPERTS, "fp32")
+    for name in ("place", "expert", "count"):
+        assert_bitwise_equal(getattr(found, name), getattr(places, name), name)
+    used = places.place[places.place >= 0].long()
+    flat_scale = [part.reshape(len(places.expert), -1)[used] for part in (rows[1], scale)]
+    assert_bitwise_equal(rows[0].view(torch.uint8)[used], values.view(torch.uint8)[used])
+    assert_bitwise_equal(*flat_scale)
+assert (expert_places(torch.full((100, 2), 3).int(), EXPERTS, masked=True).place == -2).sum() == 72
 print("done")
 """
 
@@ -175,6 +189,27 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 **dict.fromkeys(("x_stride", "s_places"), "i32"),
             },
             constexprs={"SLOTS": 2, "K": 512, "UE8M0": False, **groups},
+        ),
+        cross_compile(
+            deep_gemm_rows._place_and_quantize_kernel,
+            arch=arch,
+            signature={
+                "x_ptr": "*bf16",
+                **dict.fromkeys(("ids_ptr", "place_ptr", "expert_ptr", "count_ptr"), "*i32"),
+                "q_ptr": "*u8",
+                "s_ptr": "*fp32",
+                **dict.fromkeys(("x_stride", "rows", "capacity"), "i32"),
+            },
+            constexprs={
+                "E": 6,
+                "SLOTS": 2,
+                "K": 512,
+                "UE8M0": False,
+                "OVERFLOW": -2,
+                "ROWS": 1024,
+                "ALIGNMENT": 128,
+                **groups,
+            },
         ),
         cross_compile(
             _combine_places_kernel,

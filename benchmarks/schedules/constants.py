@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
-
 import consistent_kernels.compressor.spec as compressor
 import consistent_kernels.experts.deep_gemm_rows as expert_rows
 import consistent_kernels.fp8_experts.deep_gemm_rows as fp8_expert_rows
@@ -25,9 +23,7 @@ from benchmarks.ops.cases import router as router_cases
 from benchmarks.ops.cases import sparse_attention as sparse_cases
 from benchmarks.schedules.group import Group
 from consistent_kernels.errors import invalid
-from consistent_kernels.grouped_linear import grouped_linear
 from consistent_kernels.kv_cache_fp8 import V4, V32
-from consistent_kernels.linear.schedule import TritonTile
 
 Values = Mapping[str, int]
 
@@ -54,14 +50,6 @@ COMBINES = [
 ]
 COMPRESSORS = [{"COLUMNS_PER_WARP": columns} for columns in (64, 128, 256)]
 ROUTERS = [{"NUM_WARPS": warps} for warps in (1, 2)]
-GROUPED_TILES = [
-    TritonTile(64, 64, 64, 4, 3),
-    TritonTile(64, 64, 128, 4, 4),
-    TritonTile(128, 128, 64, 8, 4),
-    TritonTile(64, 128, 64, 4, 4),
-    TritonTile(128, 64, 64, 4, 4),
-    TritonTile(64, 32, 128, 4, 5),
-]
 INDEXERS = [{"MIN_PROGRAMS": programs} for programs in (0, 132, 264, 528)]
 
 
@@ -111,39 +99,6 @@ def indexers(setting: Setting) -> Iterator[Group]:
     for rows, keys in shapes:
         for case in indexer_cases.decode(setting, rows, keys, 16 if setting.small else 64):
             yield from _groups(case, indexer, INDEXERS)
-
-
-def grouped_linears(setting: Setting) -> Iterator[Group]:
-    """Tiles of the grouped linear; the chosen one is what a probe and the rows decide."""
-    from benchmarks.ops.cases import grouped_linear as cases
-
-    shapes = (("v4 out_a", 64), ("v4 out_a", 256), ("v32 k_up", 256), ("v32 v_up", 256))
-    for name, rows in (("v4 out_a", 5),) if setting.small else shapes:
-        groups, columns, inner = (2, 48, 64) if setting.small else cases.SHAPES[name]
-        x = setting.hazards(rows, groups, inner, seed=1)
-        weight = setting.normal(groups, columns, inner, seed=2, scale=inner**-0.5)
-        variants, chosen = grouped_linear_variants(x, weight)
-        yield Group(
-            op="grouped_linear",
-            shape=f"{name} M={rows} G={groups} N={columns} K={inner}",
-            variants=variants,
-            chosen=chosen,
-            stock={"bmm": functools.partial(cases.stock, x, weight)},
-        )
-
-
-def grouped_linear_variants(
-    x: torch.Tensor, weight: torch.Tensor
-) -> tuple[dict[str, Callable[[], Any]], str]:
-    """Return the tiles worth a try on these operands, and the name of the committed one."""
-    if not x.is_cuda:
-        run = functools.partial(grouped_linear, x, weight, impl="reference")
-        return {"reference": run}, "reference"
-    from consistent_kernels.grouped_linear.triton import launch, tile_for
-
-    chosen = tile_for(x)
-    tiles = dict.fromkeys((chosen, *GROUPED_TILES))
-    return {str(tile): functools.partial(launch, x, weight, tile) for tile in tiles}, str(chosen)
 
 
 def _groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ class Group:
         stock: stock's kernels for the work, by name.
         state: tensors that a call changes.
         expected: leading rows of the result, by the reference; None compares the variants alone.
+        rows: by the names of `variants`, the result for some of the rows.
+        counts: how many rows at once `rows` is asked for, to be compared with all of them.
     """
 
     op: str
@@ -29,6 +31,8 @@ class Group:
     stock: Mapping[str, Callable[[], Any]]
     state: Callable[[], Any] = lambda: ()
     expected: torch.Tensor | None = None
+    rows: Mapping[str, Callable[[slice], Any]] = dataclasses.field(default_factory=dict)
+    counts: Sequence[int] = ()
 
     def result(self, name: str) -> list[torch.Tensor]:
         """Return the bytes that a variant gives, as copies."""
@@ -43,6 +47,18 @@ class Group:
             return True
         rows = self.variants[name]()[: len(self.expected)]
         return torch.equal(rows.cpu(), self.expected)
+
+    def keeps_rows(self, name: str) -> bool | None:
+        """Say whether fewer rows at once have the bytes of all; None where that is not asked."""
+        if name not in self.rows or not self.counts:
+            return None
+        run, (whole,) = self.rows[name], self.result(name)
+        for count in self.counts:
+            for first in {0, len(whole) - count}:
+                (part,) = _bytes(run(slice(first, first + count)))
+                if not torch.equal(part, whole[first : first + count]):
+                    return False
+        return True
 
 
 def _bytes(value: Any) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from benchmarks.common.record import Provenance, provenance
 from benchmarks.common.rows import Row, merge_into
 from benchmarks.ops.case import Setting
 from benchmarks.ops.timing import medians_us
-from benchmarks.schedules import constants, top_k
+from benchmarks.schedules import constants, grouped_linear, top_k
 from benchmarks.schedules.group import Group
 from consistent_kernels.errors import ConsistencyError
 from vllm_consistent.cli import exit_codes
@@ -32,7 +32,7 @@ SWEEPS: dict[str, Callable[[Setting], Iterator[Group]]] = {
     "decode": constants.decodes,
     "experts": constants.experts,
     "indexer": constants.indexers,
-    "grouped_linear": constants.grouped_linears,
+    "grouped_linear": grouped_linear.groups,
 }
 
 app = typer.Typer(add_completion=False)
@@ -41,8 +41,8 @@ app = typer.Typer(add_completion=False)
 def measure(group: Group, setting: Setting, repeats: int, warm: bool = False) -> list[Row]:
     """Return a row for each variant and each kernel of stock.
 
-    A variant whose bytes are not the chosen one's has `same_bits` false; one that does not compile
-    has `error` and no time.
+    A variant whose bytes are not the chosen one's has `same_bits` false, one whose rows follow
+    their number `same_rows` false; one that does not compile has `error` and no time.
     """
     first = group.result(group.chosen)
     calls, rows = dict(group.stock), []
@@ -50,6 +50,9 @@ def measure(group: Group, setting: Setting, repeats: int, warm: bool = False) ->
         row: Row = {"variant": name, "chosen": name == group.chosen, "same_bits": None, "us": None}
         try:
             row["same_bits"] = group.same(name, first)
+            kept = group.keeps_rows(name)
+            if kept is not None:
+                row["same_rows"] = kept
             calls[name] = variant
         except Exception as error:  # the others are worth their time; the row says what failed
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -86,6 +89,7 @@ def sweep(
         rows += found
         for row in found:
             mark = "" if row["same_bits"] in (True, None) else " OTHER BITS"
+            mark += " ROWS DIFFER" if row.get("same_rows") is False else ""
             us = row.get("error") or f"{row['us']:.2f} us"
             chosen = " (chosen)" if row["chosen"] else ""
             typer.echo(f"{row['op']} {row['shape']} {row['variant']}{chosen}: {us}{mark}")
@@ -111,7 +115,7 @@ def main(
 ) -> None:
     """Time schedules that move no bit.
 
-    Exit codes: 0 all measured, 1 a variant has other bits, 2 bad arguments, 3 a sweep broke.
+    Exit codes: 0 all measured, 1 other bits or other rows, 2 bad arguments, 3 a sweep broke.
     """
     until = time.monotonic() + seconds
     for name in only or ():
@@ -140,5 +144,5 @@ def main(
             typer.echo(f"{name}: failed\n{traceback.format_exc()}", err=True)
     if broken:
         raise typer.Exit(exit_codes.FAILED)
-    if any(row["same_bits"] is False for row in rows):
+    if any(False in (row["same_bits"], row.get("same_rows")) for row in rows):
         raise typer.Exit(exit_codes.MISMATCH)

@@ -79,6 +79,21 @@ def test_control_other_bits_are_told() -> None:
     assert [row["same_bits"] for row in run.measure(wrong, SMALL, 2)] == [False, False]
 
 
+def test_control_rows_that_follow_their_number_are_told() -> None:
+    result = torch.arange(16.0).view(8, 2)
+
+    def rows(part: slice) -> torch.Tensor:
+        return result[part] * (-1 if part.stop - part.start == 3 else 1)
+
+    variants = {"a": lambda: result, "b": lambda: result}
+    given = {"a": lambda part: result[part], "b": rows}
+    group = made_up(variants=variants, rows=given, counts=[1, 3])
+    found = run.measure(group, SMALL, 2)
+    assert [row["same_bits"] for row in found] == [True, True]
+    assert [row["same_rows"] for row in found] == [True, False]
+    assert "same_rows" not in run.measure(made_up(), SMALL, 2)[0]
+
+
 def test_a_variant_that_fails_does_not_stop_the_others() -> None:
     def fails() -> None:
         raise RuntimeError("does not compile")

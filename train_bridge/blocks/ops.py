@@ -45,7 +45,7 @@ class TrainableBlockOps(BlockOps):
 
     def grouped_linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """As `BlockOps.grouped_linear`."""
-        return GroupedLinearFunction.apply(x, self.weights[name], self.programs.other)
+        return GroupedLinearFunction.apply(x, self.weights[name], self.programs.grouped_linear)
 
     def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
         """As `BlockOps.rms_norm`."""

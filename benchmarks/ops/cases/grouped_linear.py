@@ -9,7 +9,9 @@ import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
+from consistent_kernels.deep_gemm_start import prepare
 from consistent_kernels.grouped_linear import grouped_linear
+from consistent_kernels.grouped_linear.deep_gemm_start import layer_shapes
 from consistent_kernels.grouped_linear.spec import IMPLEMENTATIONS
 
 OP = "grouped_linear"
@@ -19,14 +21,18 @@ SHAPES = {
     "v4 out_a": (8, 1024, 4096),
 }
 """Groups, columns out, columns in."""
-_REASON = (
-    "two tiles of equal bits, by the number of rows; stock's torch.bmm has many (vLLM's V4 runs "
-    "out_a in FP8, which is another arithmetic)"
-)
+_FP8 = "vLLM's V4 runs out_a in FP8, which is another arithmetic"
+_REASONS = {
+    "triton": "two tiles of equal bits, by the number of rows; stock's torch.bmm has many. " + _FP8,
+    "deep_gemm": _FP8,
+}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     """A step's tokens through the weights of every group, in bf16."""
+    if setting.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        prepare(layer_shapes(SHAPES.values(), max(setting.rows())), device)
     for name, (groups, columns, inner) in SHAPES.items():
         if setting.small:
             groups, columns, inner = 2, 48, 64
@@ -44,7 +50,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                     ours=functools.partial(run, slice(0, m)),
                     stock=functools.partial(stock, x[:m], weight),
                     relations=relations,
-                    reason=_REASON,
+                    reason=_REASONS.get(impl),
                 )
 
 

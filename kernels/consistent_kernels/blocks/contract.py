@@ -50,6 +50,7 @@ def _program(op: str, programs: BlockPrograms) -> Program:
         )
     own = {
         "linear": programs.linear,
+        "grouped_linear": programs.grouped_linear,
         "indexer": programs.indexer,
         "sparse_attention": programs.attention,
         "sparse_topk": programs.topk,

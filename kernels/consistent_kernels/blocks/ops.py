@@ -108,7 +108,7 @@ class BlockOps:
 
     def grouped_linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """x[:, g] W[g]^T by the weight of that name."""
-        return grouped_linear(x, self.rounded(name), impl=self.programs.other)
+        return grouped_linear(x, self.rounded(name), impl=self.programs.grouped_linear)
 
     def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
         """RMS norm by the weight of that name, or by ones."""

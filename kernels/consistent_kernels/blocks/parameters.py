@@ -28,6 +28,7 @@ class BlockPrograms:
             pages). Two programs; both sides take the same one.
         topk: of `sparse_topk`, whose programs share all bits.
         other: of everything else ("reference" or "triton").
+        grouped: of `grouped_linear`; None is the one of `other`.
     """
 
     linear: str = "reference"
@@ -36,10 +37,16 @@ class BlockPrograms:
     read: str = "workspace"
     topk: str = "reference"
     other: str = "reference"
+    grouped: str | None = None
 
     def __post_init__(self) -> None:
         if self.read not in READS:
             raise UnsupportedError("BlockPrograms", f"read {self.read!r}", READS)
+
+    @property
+    def grouped_linear(self) -> str:
+        """The implementation of `grouped_linear`."""
+        return self.other if self.grouped is None else self.grouped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,10 @@ def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, impl: str) -> torch.T
         ]
         return torch.stack(parts, dim=1)
     require_cuda("grouped_linear", impl, x)
+    if impl == "deep_gemm":
+        from consistent_kernels.grouped_linear import deep_gemm
+
+        return deep_gemm.grouped_linear_fwd(x, weight)
     from consistent_kernels.grouped_linear.triton import grouped_linear_fwd
 
     return grouped_linear_fwd(x, weight)
@@ -66,7 +70,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: str) -> torch
     Args:
         x: [T, G, K], bf16, fp16 or fp32; the last dimension packed, others strided at will.
         weight: [G, N, K] contiguous, the dtype of x.
-        impl: "reference" (any device) or "triton" (CUDA).
+        impl: "reference" (any device), "triton" (CUDA) or "deep_gemm" (sm_90 and sm_100, bf16; its
+            first call of a shape probes it, which a graph cannot capture).
 
     Returns:
         [T, G, N] contiguous, dtype of x.
@@ -76,7 +81,9 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: str) -> torch
 
     Raises:
         InvalidInputError: shape, dtype, layout or device.
-        UnsupportedError: unknown impl.
+        UnsupportedError: unknown impl, or a dtype that it does not take.
+        MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is not installed.
+        NumericsError: "deep_gemm" where its probe finds rows that follow the batch.
     """
     _check("grouped_linear", x, weight, impl)
     return torch.ops.consistent_kernels.grouped_linear(x, weight, impl)

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from consistent_kernels.contract import OpSpec, Program
+from consistent_kernels.contract import OpSpec, Program, Scalar
+from consistent_kernels.linear import spec as linear
 from consistent_kernels.linear.schedule import TritonTile
 from consistent_kernels.program_source import source_sha256
 
@@ -28,23 +29,37 @@ TILES_BY_ROWS = (
 Few rows: each program keeps 48 KB of weights on their way. More: fewer programs read a weight.
 """
 
-_SCHEDULES = {
-    "reference": (("api.py",), {"gemm": "the linear reference, group by group"}),
-    "triton": (
-        ("triton.py",),
-        {f"tile.{key}": value for key, value in dataclasses.asdict(BASE_TILE).items()},
-    ),
+_FILES = {
+    "reference": ("api.py",),
+    "triton": ("triton.py",),
+    "deep_gemm": ("deep_gemm.py", "triton.py"),
 }
 _SHARED = {
     "reference": ("linear/reference.py", "linear/tiles.py"),
     "triton": ("alignment.py", "linear/probe.py"),
+    "deep_gemm": ("alignment.py", "linear/deep_gemm.py", "linear/probe.py"),
 }
 
-IMPLEMENTATIONS = tuple(_SCHEDULES)
+IMPLEMENTATIONS = tuple(_FILES)
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton")."""
-    files, schedule = _SCHEDULES[impl]
-    source = source_sha256("grouped_linear", "spec.py", *files, shared=_SHARED[impl])
-    return Program(impl, source, schedule)
+    """Return the program of `impl`, one of IMPLEMENTATIONS.
+
+    Raises:
+        MissingBinaryError: "deep_gemm" where vLLM's CUDA wheel or nvcc is not installed.
+    """
+    source = source_sha256("grouped_linear", "spec.py", *_FILES[impl], shared=_SHARED[impl])
+    return Program(impl, source, _schedule(impl))
+
+
+def _schedule(impl: str) -> dict[str, Scalar]:
+    if impl == "reference":
+        return {"gemm": "the linear reference, group by group"}
+    tile: dict[str, Scalar] = dataclasses.asdict(BASE_TILE)
+    if impl == "triton":
+        return {f"tile.{key}": value for key, value in tile.items()}
+    # Layers of a size that TMA does not address run the Triton kernel.
+    own = {f"triton.{key}": value for key, value in tile.items()}
+    theirs = linear.program(impl).schedule
+    return own | {name: theirs[name] for name in ("library_sha256", "headers_sha256", "compiler")}

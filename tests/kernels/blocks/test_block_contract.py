@@ -40,6 +40,18 @@ def test_control_another_read_path_is_another_contract() -> None:
     )
 
 
+def test_control_another_grouped_linear_is_another_contract() -> None:
+    case = BlockCase.make("v32", "cpu")
+    ours = block_contract(case.params, case.programs, "cpu")
+    assert ours.implementation("grouped_linear") == "reference"
+    programs = dataclasses.replace(case.programs, grouped="triton")
+    theirs = block_contract(case.params, programs, "cpu")
+    assert theirs.implementation("grouped_linear") == "triton"
+    found = differences(ours, theirs)
+    assert found
+    assert all(line.startswith("programs.grouped_linear") for line in found)
+
+
 def test_control_another_number_is_another_contract() -> None:
     case = BlockCase.make("v32", "cpu")
     ours = block_contract(case.params, case.programs, "cpu")

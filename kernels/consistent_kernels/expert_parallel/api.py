@@ -71,12 +71,12 @@ def expert_parallel_outputs(
         ConsistencyError: the exchange lost a row.
     """
     mine = placement.experts(exchange.rank)
-    if w13.shape[0] != mine.stop - mine.start:
+    if w13.dim() != 3 or w13.shape[0] != mine.stop - mine.start:
         raise invalid(
             "expert_parallel",
             "w13",
-            f"of {mine.stop - mine.start} experts ({mine.start} to {mine.stop - 1})",
-            w13.shape[0],
+            f"[E, 2 I, H] of {mine.stop - mine.start} experts ({mine.start} to {mine.stop - 1})",
+            tuple(w13.shape),
         )
 
     def outputs(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,8 @@ def dispatch_slots(
     Args:
         values: [T, K, H]; ids: [T, K].
     """
+    if values.dim() != 3 or values.shape[:2] != ids.shape:
+        raise invalid(_OP, "values", f"[T, K, H] of ids {tuple(ids.shape)}", tuple(values.shape))
     _check(values[:, 0], ids, exchange, placement)
     token, slot = (ids >= 0).nonzero(as_tuple=True)
     return _send(values[token, slot], token, slot, ids, exchange, placement)
@@ -170,10 +172,10 @@ def _travel(
 def _check(
     x: torch.Tensor, ids: torch.Tensor, exchange: Exchange, placement: ExpertPlacement
 ) -> None:
-    if x.dim() != 2 or ids.dim() != 2 or x.shape[0] != ids.shape[0]:
-        raise invalid(
-            _OP, "ids", f"[{x.shape[0]}, K] beside x [T, H]", (tuple(x.shape), tuple(ids.shape))
-        )
+    if x.dim() != 2 or not x.shape[1]:
+        raise invalid(_OP, "x", "[T, H] of at least one column", tuple(x.shape))
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        raise invalid(_OP, "ids", f"[{x.shape[0]}, K]", tuple(ids.shape))
     if ids.dtype not in _INTEGERS:
         raise invalid(_OP, "ids", "int32 or int64", ids.dtype)
     if ids.device != x.device:

@@ -75,10 +75,10 @@ def quantize_expert_weight(
         model_dtype: the master is rounded to it first.
 
     Raises:
-        InvalidInputError: not 3-D. UnsupportedError: unknown impl or scale_format.
+        InvalidInputError: not 3-D, or empty. UnsupportedError: unknown impl or scale_format.
     """
     require_implementation("quantize_expert_weight", impl, IMPLEMENTATIONS)
-    if master.dim() != 3 or not master.shape[0]:
+    if master.dim() != 3 or 0 in master.shape:
         raise invalid("quantize_expert_weight", "master", "[E, N, K]", tuple(master.shape))
     options = {
         "scale_format": scale_format,

@@ -35,7 +35,8 @@ def _router(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count("router", impl)
     if forced is not None and forced.device.type == "cpu":
-        _require_experts("router", "forced", forced, logits.shape[1])
+        named = forced if valid is None else forced[valid]
+        _require_experts("router", "forced", named, logits.shape[1])
     parameters = RouterParameters(
         num_experts=logits.shape[1],
         top_k=top_k,
@@ -132,8 +133,8 @@ def router(
         A row's bits depend on that row alone. A row of NaN keeps ids in range and NaN weights.
 
     Raises:
-        InvalidInputError: shape, dtype or device; a forced id out of range (checked on CPU: on
-            CUDA the check would wait for the device, and such a slot has weight 0).
+        InvalidInputError: shape, dtype or device; a forced id out of range in a valid row (checked
+            on CPU: on CUDA the check would wait for the device, and such a slot has weight 0).
         UnsupportedError: unknown impl or scoring.
     """
     op = "router"

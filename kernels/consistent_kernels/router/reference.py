@@ -94,7 +94,11 @@ def router_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `consistent_kernels.router.api.router`."""
     scores = scores_ref(logits, parameters.scoring)
-    ids = choose_ref(scores, bias, parameters) if forced is None else forced.long()
+    if forced is None:
+        ids = choose_ref(scores, bias, parameters)
+    else:
+        # Padding may name any expert.
+        ids = forced.long() if valid is None else torch.where(valid[:, None], forced.long(), 0)
     weights = scores.gather(1, ids)
     if parameters.renormalize:
         total = weights[:, 0].clone()

@@ -14,6 +14,7 @@ from consistent_kernels.errors import ConsistencyError, InvalidInputError, Unsup
 from consistent_kernels.expert_parallel import (
     ExpertPlacement,
     dispatch,
+    dispatch_slots,
     expert_parallel_outputs,
     give_back,
     over_ranks,
@@ -198,8 +199,16 @@ def test_expert_parallel_rejects_bad_inputs() -> None:
         dispatch(x, torch.full_like(ids, 11), Alone(), placement)
     with pytest.raises(InvalidInputError, match="placement must be for 1 ranks, got 2"):
         dispatch(x, ids, Alone(), ExpertPlacement(11, 2))
-    with pytest.raises(InvalidInputError, match=r"ids must be \[37, K\] beside x"):
+    with pytest.raises(InvalidInputError, match=r"ids must be \[37, K\], got \(5, 3\)"):
         dispatch(x, ids[:5], Alone(), placement)
+    for wrong in (x[0], x[:, :0], x[0, 0]):
+        with pytest.raises(
+            InvalidInputError, match=r"x must be \[T, H\] of at least one column, g"
+        ):
+            dispatch(wrong, ids, Alone(), placement)
+    for wrong in (x, x[:, None]):
+        with pytest.raises(InvalidInputError, match=r"values must be \[T, K, H\] of ids \(37, 3\)"):
+            dispatch_slots(wrong, ids, Alone(), placement)
     for wrong in (ids.float(), ids.bool()):
         with pytest.raises(InvalidInputError, match=r"ids must be int32 or int64, got torch\."):
             dispatch(x, wrong, Alone(), placement)
@@ -209,7 +218,9 @@ def test_expert_parallel_rejects_bad_inputs() -> None:
         prepare_expert_weight(w[:4], dtype=torch.bfloat16, impl="reference")
         for w in ranks.masters(ranks.SHAPE, "cpu")
     )
-    with pytest.raises(InvalidInputError, match=r"w13 must be of 11 experts \(0 to 10\), got 4"):
+    with pytest.raises(
+        InvalidInputError, match=r"w13 must be .* of 11 experts \(0 to 10\), got \(4, 80"
+    ):
         expert_parallel_outputs(
             x, w13, w2, ids, exchange=Alone(), placement=placement, impl="reference"
         )

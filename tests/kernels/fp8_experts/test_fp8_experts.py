@@ -360,7 +360,7 @@ def test_fp8_experts_reject_bad_inputs() -> None:
         call(impl="cutlass")
     with pytest.raises(InvalidInputError, match="w13 must be a Fp8ExpertWeight, got Tensor"):
         call(w13=w13.values)
-    for master in (torch.zeros(2, 2), torch.zeros(0, 256, 128)):
+    for master in (torch.zeros(2, 2), torch.zeros(0, 256, 128), torch.zeros(2, 256, 0)):
         with pytest.raises(InvalidInputError, match=r"master must be \[E, N, K\], got \("):
             quantize_expert_weight(master, scale_format="fp32", impl="reference")
 

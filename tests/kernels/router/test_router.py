@@ -168,6 +168,28 @@ def test_router_hash_layer_weights_the_given_experts(impl_device: tuple[str, str
     assert not bitwise_equal(weights, chosen_weights)
 
 
+def test_router_hash_layer_ignores_poisoned_ids(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    logits, _, p = case("deepseek-v4", 5, device, seed=8)
+    forced = torch.arange(30, dtype=torch.int32, device=device).view(5, 6)
+    expected = router(logits, parameters=p, forced=forced, impl=impl)
+    buffer, rows = poisoned_rows(logits, before=1, after=2)
+    valid = torch.zeros(8, dtype=torch.bool, device=device)
+    valid[rows] = True
+    for poison in (-7, 256, 2**31 - 1):
+        wide = torch.full((8, 6), poison, dtype=torch.int32, device=device)
+        wide[rows] = forced
+        ids, weights = router(buffer, parameters=p, forced=wide, valid=valid, impl=impl)
+        assert_bitwise_equal(ids[rows], expected[0])
+        assert_bitwise_equal(weights[rows], expected[1])
+        assert bool((ids[~valid] == -1).all())
+        assert not bool(weights[~valid].any())
+        # The same ids in rows that are tokens are refused where they can be looked at.
+        if device == "cpu":
+            with pytest.raises(InvalidInputError, match=r"forced must be expert ids in \[0, 256\)"):
+                router(buffer, parameters=p, forced=wide, impl=impl)
+
+
 def test_control_rounding_logits_to_bf16_moves_experts(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     logits, bias, p = case("deepseek-v3", 1000, device, seed=10)

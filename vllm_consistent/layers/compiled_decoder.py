@@ -19,7 +19,7 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 from consistent_kernels import counters, llvm
 from consistent_kernels.attention import plan_attention
-from consistent_kernels.attention.api import page_rows
+from consistent_kernels.attention.cpu import page_rows
 from consistent_kernels.contract import Contract
 from consistent_kernels.rotary.tables import rope_tables
 from vllm_consistent.layers.activation import ConsistentSiluAndMul

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.attention.cpu import CPU_IMPLEMENTATIONS, attend
+from consistent_kernels.attention.checks import (
+    check_cache,
+    check_heads,
+    check_impl,
+    check_index,
+    check_plan,
+)
+from consistent_kernels.attention.cpu import CPU_IMPLEMENTATIONS, attend, page_rows
 from consistent_kernels.attention.parameters import AttentionParameters
 from consistent_kernels.attention.plan import AttentionPlan, KeyLayout, add_batch, build_plan
 from consistent_kernels.attention.reference import attention_bwd_ref, write_kv_ref
-from consistent_kernels.attention.spec import IMPLEMENTATIONS, PAGE_MULTIPLES
 from consistent_kernels.counters import count
-from consistent_kernels.errors import invalid, require_implementation
+from consistent_kernels.errors import invalid
 
-_DTYPES = {
-    "reference": (torch.bfloat16, torch.float16, torch.float32),
-    "llvm": (torch.bfloat16,),
-    "triton": (torch.bfloat16, torch.float16),
-    "flash_attn": (torch.bfloat16, torch.float16),
-}
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -33,69 +33,6 @@ _LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "str impl) -> ()"
 )
-
-
-def _check_impl(op: str, impl: str) -> None:
-    require_implementation(op, impl, IMPLEMENTATIONS)
-
-
-def _check_index(op: str, name: str, tensor: torch.Tensor, dim: int, size: int | None) -> None:
-    if tensor.dim() != dim or tensor.dtype not in (torch.int32, torch.int64):
-        raise invalid(
-            op, name, f"int32 or int64 with {dim} dimension(s)", f"{tensor.dtype} {tensor.dim()}-D"
-        )
-    if size is not None and tensor.shape[0] != size:
-        raise invalid(op, name, f"of length {size}", tensor.shape[0])
-
-
-def _check_heads(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    params: AttentionParameters,
-    impl: str,
-    key_dims: int,
-) -> None:
-    _check_impl(op, impl)
-    if q.dtype not in _DTYPES[impl]:
-        names = ", ".join(str(dtype) for dtype in _DTYPES[impl])
-        raise invalid(op, "q", f"one of {names} for impl {impl!r}", q.dtype)
-    query = (params.num_heads, params.head_dim)
-    if q.dim() != 3 or tuple(q.shape[1:]) != query:
-        raise invalid(op, "q", f"of shape [T, {query[0]}, {query[1]}]", tuple(q.shape))
-    key = (params.num_kv_heads, params.head_dim)
-    shape = "[Tk" if key_dims == 3 else "[blocks, block_size"
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != key_dims or tuple(x.shape[-2:]) != key:
-            raise invalid(op, name, f"of shape {shape}, {key[0]}, {key[1]}]", tuple(x.shape))
-        # The CPU program may keep pages in fp32, which hold the same values.
-        wide = impl == "reference" and x.dtype == torch.float32
-        if x.dtype != q.dtype and not wide:
-            raise invalid(op, name, q.dtype, x.dtype)
-        if x.device != q.device:
-            raise invalid(op, name, f"on {q.device}", x.device)
-    if k.shape != v.shape or k.dtype != v.dtype:
-        raise invalid(op, "v", f"{k.dtype} {tuple(k.shape)}", f"{v.dtype} {tuple(v.shape)}")
-
-
-def _check_cache(op: str, name: str, cache: torch.Tensor, impl: str) -> None:
-    _, size, heads, width = cache.shape
-    if size % PAGE_MULTIPLES[impl]:
-        raise invalid(op, f"{name} block size", f"a multiple of {PAGE_MULTIPLES[impl]}", size)
-    row = heads * width
-    if cache.stride()[1:] != (row, width, 1) or cache.stride(0) % row:
-        raise invalid(
-            op, name, f"laid out as rows of {row} elements inside each block", cache.stride()
-        )
-
-
-def page_rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return all pages as rows [n, Hk, D] and the rows from one page to the next."""
-    blocks, size, heads, width = cache.shape
-    step = cache.stride(0) // (heads * width)
-    rows = cache.as_strided(((blocks - 1) * step + size, heads, width), (heads * width, width, 1))
-    return rows, step
 
 
 def _parameters(
@@ -127,12 +64,12 @@ def plan_attention(
         num_tokens: rows of q, padding included.
         impl: as in `attention_varlen`.
     """
-    _check_impl("plan_attention", impl)
-    _check_index("plan_attention", "cu_seqlens_q", cu_seqlens_q, 1, None)
+    check_impl("plan_attention", impl)
+    check_index("plan_attention", "cu_seqlens_q", cu_seqlens_q, 1, None)
     batch = cu_seqlens_q.shape[0] - 1
     host_q = cu_seqlens_q.to("cpu", torch.int64)
     if cu_seqlens_k is not None:
-        _check_index("plan_attention", "cu_seqlens_k", cu_seqlens_k, 1, batch + 1)
+        check_index("plan_attention", "cu_seqlens_k", cu_seqlens_k, 1, batch + 1)
         host_k = cu_seqlens_k.to("cpu", torch.int64)
         layout = KeyLayout(host_k[1:] - host_k[:-1], first_key=host_k[:-1])
     elif seq_lens is None or block_table is None or k_cache is None:
@@ -143,9 +80,9 @@ def plan_attention(
             "only some of these",
         )
     else:
-        _check_index("plan_attention", "seq_lens", seq_lens, 1, batch)
-        _check_index("plan_attention", "block_table", block_table, 2, batch)
-        _check_cache("plan_attention", "k_cache", k_cache, impl)
+        check_index("plan_attention", "seq_lens", seq_lens, 1, batch)
+        check_index("plan_attention", "block_table", block_table, 2, batch)
+        check_cache("plan_attention", "k_cache", k_cache, impl)
         layout = KeyLayout(
             seq_lens.to("cpu", torch.int64),
             block_table=block_table.to("cpu", torch.int64),
@@ -154,13 +91,6 @@ def plan_attention(
         )
     plan = build_plan(host_q, layout, params, num_tokens, with_tiles=impl == "reference")
     return add_batch(plan, host_q, layout) if impl == "llvm" else plan
-
-
-def _check_plan(op: str, plan: AttentionPlan, params: AttentionParameters, q: torch.Tensor) -> None:
-    if plan.params != params:
-        raise invalid(op, "plan", f"made for {params}", plan.params)
-    if plan.num_tokens != q.shape[0]:
-        raise invalid(op, "plan", f"made for {q.shape[0]} tokens", plan.num_tokens)
 
 
 def _varlen(
@@ -325,11 +255,11 @@ def attention_varlen(
         UnsupportedError: unknown impl.
     """
     op = "attention_varlen"
-    _check_heads(op, q, k, v, params, impl, key_dims=3)
-    _check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
-    _check_index(op, "cu_seqlens_k", cu_seqlens_k, 1, cu_seqlens_q.shape[0])
+    check_heads(op, q, k, v, params, impl, key_dims=3)
+    check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
+    check_index(op, "cu_seqlens_k", cu_seqlens_k, 1, cu_seqlens_q.shape[0])
     if plan is not None:
-        _check_plan(op, plan, params, q)
+        check_plan(op, plan, params, q)
     if plan is not None and impl in CPU_IMPLEMENTATIONS:
         count(op, impl)
         with torch.no_grad():
@@ -373,20 +303,20 @@ def attention_paged(
     Returns, Numerics, Raises: as `attention_varlen`; "flash_attn" takes pages of 16, 32 or 64 keys.
     """
     op = "attention_paged"
-    _check_heads(op, q, k_cache, v_cache, params, impl, key_dims=4)
-    _check_cache(op, "k_cache", k_cache, impl)
+    check_heads(op, q, k_cache, v_cache, params, impl, key_dims=4)
+    check_cache(op, "k_cache", k_cache, impl)
     if v_cache.stride() != k_cache.stride():
         raise invalid(op, "v_cache", f"of strides {k_cache.stride()}", v_cache.stride())
-    _check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
+    check_index(op, "cu_seqlens_q", cu_seqlens_q, 1, None)
     batch = cu_seqlens_q.shape[0] - 1
-    _check_index(op, "seq_lens", seq_lens, 1, batch)
-    _check_index(op, "block_table", block_table, 2, batch)
+    check_index(op, "seq_lens", seq_lens, 1, batch)
+    check_index(op, "block_table", block_table, 2, batch)
     if out is not None and (
         out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()
     ):
         raise invalid(op, "out", f"contiguous {q.dtype} {tuple(q.shape)}", tuple(out.shape))
     if plan is not None and impl in CPU_IMPLEMENTATIONS:
-        _check_plan(op, plan, params, q)
+        check_plan(op, plan, params, q)
         k_rows, step = page_rows(k_cache)
         if plan.block_rows != step:
             raise invalid(op, "plan", f"made for pages {step} rows apart", plan.block_rows)
@@ -429,7 +359,7 @@ def write_kv(
         UnsupportedError: unknown impl.
     """
     op = "write_kv"
-    _check_impl(op, impl)
+    check_impl(op, impl)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if x.dim() != 3 or cache.dim() != 4 or x.shape[1:] != cache.shape[2:]:
             raise invalid(op, name, f"of shape [T, *{tuple(cache.shape[2:])}]", tuple(x.shape))
@@ -438,8 +368,8 @@ def write_kv(
             raise invalid(op, name, cache.dtype, x.dtype)
     if k.shape != v.shape or k_cache.stride() != v_cache.stride():
         raise invalid(op, "v", f"shaped and paged like k, {tuple(k.shape)}", tuple(v.shape))
-    _check_cache(op, "k_cache", k_cache, impl)
-    _check_index(op, "slot_mapping", slot_mapping, 1, k.shape[0])
+    check_cache(op, "k_cache", k_cache, impl)
+    check_index(op, "slot_mapping", slot_mapping, 1, k.shape[0])
     torch.ops.consistent_kernels.write_kv(k, v, k_cache, v_cache, slot_mapping, impl)
 
 
@@ -469,7 +399,7 @@ def attention_varlen_bwd(
         (grad_q, grad_k, grad_v), shaped and typed like q, k, v.
     """
     op = "attention_varlen_bwd"
-    _check_heads(op, q, k, v, params, impl, key_dims=3)
+    check_heads(op, q, k, v, params, impl, key_dims=3)
     if grad_out.shape != q.shape or out.shape != q.shape or lse.shape != q.shape[:2]:
         got = f"{tuple(grad_out.shape)}, {tuple(out.shape)}, {tuple(lse.shape)}"
         raise invalid(op, "grad_out, out, lse", f"shaped like q {tuple(q.shape)}", got)
@@ -482,7 +412,7 @@ def attention_varlen_bwd(
             cu_seqlens_k=cu_seqlens_k,
         )
     else:
-        _check_plan(op, plan, params, q)
+        check_plan(op, plan, params, q)
     count(op, impl)
     with torch.no_grad():
         if q.device.type == "cuda":

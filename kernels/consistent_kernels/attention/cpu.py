@@ -20,3 +20,11 @@ def attend(
     from consistent_kernels.attention.llvm import attention_llvm
 
     return attention_llvm(q, k_rows, v_rows, plan)
+
+
+def page_rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return all pages as rows [n, Hk, D] and the rows from one page to the next."""
+    blocks, size, heads, width = cache.shape
+    step = cache.stride(0) // (heads * width)
+    rows = cache.as_strided(((blocks - 1) * step + size, heads, width), (heads * width, width, 1))
+    return rows, step

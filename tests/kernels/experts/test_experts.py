@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from expert_cases import SHAPES, Shape, masters, prepared, routing, tokens
@@ -246,20 +248,49 @@ def test_experts_is_run_to_run_stable(impl_device: tuple[str, str]) -> None:
         assert_bitwise_equal(experts(x, w13, w2, ids, weights, impl=impl), first)
 
 
-def test_combine_adds_in_slot_order_and_rounds_once(impl_device: tuple[str, str]) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_combine_adds_in_slot_order_and_rounds_once(
+    impl_device: tuple[str, str], dtype: torch.dtype
+) -> None:
     impl, device = impl_device
-    y = hazard_activations((33, 4, 72), seed=18, device=device)
+    y = hazard_activations((33, 4, 72), seed=18, device=device, dtype=dtype)
     ids, weights = routing(Shape(9, 4, 72, 1), 33, device, seed=19)
-    shared = hazard_activations((33, 72), seed=20, device=device)
-    total = torch.zeros((33, 72), device=device)
-    for slot in range(4):
-        term = weights[:, slot, None] * y[:, slot].float()
-        total = total + torch.where(ids[:, slot, None] >= 0, term, 0.0)
-    assert_bitwise_equal(combine(y, ids, weights, impl=impl), total.bfloat16())
-    with_shared = (total + shared.float()).bfloat16()
+    shared = hazard_activations((33, 72), seed=20, device=device, dtype=dtype)
+    # Slots 0 and 2 cancel: what is added in between loses bits, so that the order shows.
+    y[:, 2] = y[:, 0]
+    weights[:, 0], weights[:, 2] = 2.0**14, -(2.0**14)
+
+    def total(slots: Iterable[int], start: torch.Tensor | None = None) -> torch.Tensor:
+        sum_ = torch.zeros((33, 72), device=device) if start is None else start.float()
+        for slot in slots:
+            term = weights[:, slot, None] * y[:, slot].float()
+            sum_ = sum_ + torch.where(ids[:, slot, None] >= 0, term, 0.0)
+        return sum_
+
+    plain, with_shared = total(range(4)).to(dtype), (total(range(4)) + shared.float()).to(dtype)
+    assert_bitwise_equal(combine(y, ids, weights, impl=impl), plain)
     assert_bitwise_equal(combine(y, ids, weights, shared, impl=impl), with_shared)
+    for other in (total(reversed(range(4))), total((0, 2, 1, 3))):
+        assert not bitwise_equal(other.to(dtype), plain), "another order shows"
+    assert not bitwise_equal(total(range(4), shared).to(dtype), with_shared), "shared is the last"
     y[ids < 0] = float("nan")
     assert_bitwise_equal(combine(y, ids, weights, shared, impl=impl), with_shared)
+
+
+def test_experts_sum_in_slot_order(impl_device: tuple[str, str]) -> None:
+    # Expert 2 is expert 0 over again; their weights cancel what they add.
+    impl, device = impl_device
+    w13, w2 = (w.clone() for w in prepared(QWEN3, impl, device))
+    w13[2], w2[2] = w13[0], w2[0]
+    x = tokens(QWEN3, 65, device, seed=38)
+    ids = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device).repeat(65, 1)
+    weights = torch.tensor([[2.0**14, 1.0, -(2.0**14)]], device=device).repeat(65, 1)
+    y = expert_outputs(x, w13, w2, ids, impl=impl).float()
+    terms = (weights[:, :, None] * y).unbind(1)
+    for layout in LAYOUTS:
+        out = experts(x, w13, w2, ids, weights, layout=layout, impl=impl)
+        assert_bitwise_equal(out, ((terms[0] + terms[1]) + terms[2]).bfloat16(), layout)
+    assert not bitwise_equal(out, ((terms[0] + terms[2]) + terms[1]).bfloat16())
 
 
 def test_control_another_slot_order_differs(impl_device: tuple[str, str]) -> None:

@@ -214,6 +214,27 @@ def test_fp8_experts_ignore_poison(impl_device: tuple[str, str]) -> None:
     assert bool(out[0].isnan().all()), "a poisoned row that goes somewhere shows"
 
 
+def test_fp8_experts_sum_in_slot_order(impl_device: tuple[str, str]) -> None:
+    # Expert 2 is expert 0 over again; their weights cancel what they add, so that the order shows.
+    impl, device = impl_device
+    w13, w2 = (
+        quantize_expert_weight(w[[0, 1, 0, 3, 4, 5]], scale_format="fp32", impl=impl)
+        for w in masters(SHAPE, device)
+    )
+    x = tokens(SHAPE, 65, device, seed=18)
+    shared = hazard_activations((65, SHAPE.hidden), seed=19, device=device)
+    ids = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device).repeat(65, 1)
+    weights = torch.tensor([[2.0**14, 1.0, -(2.0**14)]], device=device).repeat(65, 1)
+    options = {"scale_format": "fp32", "impl": impl}
+    terms = (weights[:, :, None] * fp8_expert_outputs(x, w13, w2, ids, **options)).unbind(1)
+    expected = (((terms[0] + terms[1]) + terms[2]) + shared.float()).bfloat16()
+    for layout in LAYOUTS:
+        out = fp8_experts(x, w13, w2, ids, weights, shared, layout=layout, **options)
+        assert_bitwise_equal(out, expected, layout)
+    assert not bitwise_equal(out, ((shared + terms[0] + terms[1]) + terms[2]).bfloat16())
+    assert not bitwise_equal(out, (((terms[0] + terms[2]) + terms[1]) + shared).bfloat16())
+
+
 def test_control_a_hidden_row_that_is_not_quantized_differs(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     x = tokens(SHAPE, 33, device, seed=9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from router_cases import DEEPSEEK_V3, DEEPSEEK_V4, MODELS, QWEN3, case, exact_scores
@@ -214,7 +216,7 @@ def test_control_torch_topk_breaks_ties_elsewhere() -> None:
     assert torch.topk(scores, 8).indices[0].tolist() != list(range(8))
 
 
-def test_control_another_order_of_the_sum_differs(impl_device: tuple[str, str]) -> None:
+def test_router_sums_slots_in_order(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     logits, _, p = case("qwen3", 257, device, seed=12)
     raw = RouterParameters(p.num_experts, p.num_experts, "softmax", renormalize=False)
@@ -222,10 +224,16 @@ def test_control_another_order_of_the_sum_differs(impl_device: tuple[str, str]) 
     _, scores = router(logits, parameters=raw, forced=forced, impl=impl)
     ids, weights = router(logits, parameters=p, impl=impl)
     chosen = scores.gather(1, ids.long())
-    total = chosen[:, -1].clone()
-    for slot in range(p.top_k - 2, -1, -1):
-        total += chosen[:, slot]
-    assert not bitwise_equal(chosen / total[:, None], weights)
+
+    def over_sum(slots: Iterable[int]) -> torch.Tensor:
+        total = torch.zeros(257, device=device)
+        for slot in slots:
+            total = total + chosen[:, slot]
+        return chosen / total[:, None]
+
+    assert_bitwise_equal(over_sum(range(p.top_k)), weights)
+    for other in (reversed(range(p.top_k)), (0, 7, 6, 5, 4, 3, 2, 1), (0, 2, 1, 3, 4, 5, 6, 7)):
+        assert not bitwise_equal(over_sum(other), weights), "another order shows"
 
 
 def test_router_compiled_equals_eager(impl_device: tuple[str, str]) -> None:

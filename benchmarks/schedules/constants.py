@@ -35,11 +35,7 @@ GATHERS_V4 = [
     {"GATHER_WARPS": warps, "GATHER_VALUES_V4": values}
     for warps, values in ((4, 16), (4, 8), (2, 16), (8, 16), (2, 32), (4, 32))
 ]
-DECODES = [
-    {"GATHER_DESCENDING": descending, "GATHER_EVICT": evict}
-    for descending in (False, True)
-    for evict in (False, True)
-]
+DECODES = [{"GATHER_DESCENDING": descending} for descending in (False, True)]
 ACTIVATIONS = [
     {"ACTIVATION_GROUPS": groups, "ACTIVATION_WARPS": warps}
     for groups, warps in ((16, 4), (8, 8), (4, 4), (2, 2), (2, 1), (1, 1))
@@ -72,9 +68,14 @@ def experts(setting: Setting) -> Iterator[Group]:
     """What stands around the two grouped GEMMs of FP8 experts."""
     for case in fp8_expert_cases.cases(setting):
         if case.impl in ("deep_gemm", "reference") and case.shape.startswith(("M=64 ", "M=5 ")):
-            case = dataclasses.replace(case, impl="triton")
-            yield from _groups(case, fp8_expert_rows, ACTIVATIONS)
-            yield from _groups(case, expert_rows, COMBINES)
+            for part, module, tried in (
+                ("activation", fp8_expert_rows, ACTIVATIONS),
+                ("sum", expert_rows, COMBINES),
+            ):
+                shape = f"{case.shape}, {part}"
+                yield from _groups(
+                    dataclasses.replace(case, impl="triton", shape=shape), module, tried
+                )
             return
 
 

@@ -60,10 +60,15 @@ class TrainableBlockOps(BlockOps):
         positions: torch.Tensor,
         x: torch.Tensor,
         rope: RopeParameters,
-        inverse: bool = False,
     ) -> torch.Tensor:
         """As `BlockOps.interleaved_rotary`."""
-        return InterleavedRotaryFunction.apply(positions, x, rope, inverse, self.programs.other)
+        return InterleavedRotaryFunction.apply(positions, x, rope, False, self.programs.other)
+
+    def inverse_rotary_(
+        self, positions: torch.Tensor, x: torch.Tensor, rope: RopeParameters
+    ) -> torch.Tensor:
+        """As `BlockOps.inverse_rotary_`, to a new tensor: autograd keeps x."""
+        return InterleavedRotaryFunction.apply(positions, x, rope, True, self.programs.other)
 
     def compressor_state(
         self, kv_score: torch.Tensor, name: str, positions: torch.Tensor

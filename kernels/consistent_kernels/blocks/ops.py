@@ -16,7 +16,7 @@ from consistent_kernels.compressor import (
 )
 from consistent_kernels.errors import invalid
 from consistent_kernels.grouped_linear import grouped_linear
-from consistent_kernels.interleaved_rotary import interleaved_rotary
+from consistent_kernels.interleaved_rotary import interleaved_rotary, interleaved_rotary_
 from consistent_kernels.kv_cache_fp8 import KVLayout
 from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.rms_norm import rms_norm
@@ -123,12 +123,15 @@ class BlockOps:
         positions: torch.Tensor,
         x: torch.Tensor,
         rope: RopeParameters,
-        inverse: bool = False,
     ) -> torch.Tensor:
         """Rotate adjacent pairs of the last columns."""
-        return interleaved_rotary(
-            positions, x, rope=rope, inverse=inverse, impl=self.programs.other
-        )
+        return interleaved_rotary(positions, x, rope=rope, impl=self.programs.other)
+
+    def inverse_rotary_(
+        self, positions: torch.Tensor, x: torch.Tensor, rope: RopeParameters
+    ) -> torch.Tensor:
+        """Rotate them back; x may be overwritten, and what is returned is used in its place."""
+        return interleaved_rotary_(positions, x, rope=rope, inverse=True, impl=self.programs.other)
 
     def rotary(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, rope: RopeParameters

@@ -89,7 +89,7 @@ def project_out(
     ops: BlockOps, params: V4Parameters, out: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Undo the values' rotation at the query's position, then project by groups of heads."""
-    out = ops.interleaved_rotary(positions, out, params.head_rope, inverse=True)
+    out = ops.inverse_rotary_(positions, out, params.head_rope)
     width = params.heads * LATENT // params.groups
     grouped = ops.grouped_linear(out.reshape(out.shape[0], params.groups, width), "out_a")
     return ops.linear(grouped.flatten(1), "out_b")

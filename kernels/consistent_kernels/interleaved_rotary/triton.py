@@ -109,14 +109,14 @@ def _interleaved_rotary_in_place_kernel(
     sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
     # One thread holds both elements of a pair, so none is overwritten before it is read.
     row = x_ptr + token * x_stride + head[:, None] * head_stride + (D - 2 * HALF)
-    inside = (head < heads)[:, None] & (pair < HALF)[None, :]
-    even_at, odd_at = row + 2 * pair[None, :], row + 2 * pair[None, :] + 1
-    even = tl.load(even_at, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(odd_at, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    inside = (head < heads)[:, None] & (column < 2 * HALF)
+    x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(x, (HEADS, BLOCK_HALF, 2)))
     turned_even = even * cos + odd * sin if INVERSE else even * cos - odd * sin
     turned_odd = odd * cos - even * sin if INVERSE else odd * cos + even * sin
-    tl.store(even_at, turned_even.to(x_ptr.dtype.element_ty), mask=inside)
-    tl.store(odd_at, turned_odd.to(x_ptr.dtype.element_ty), mask=inside)
+    turned = tl.reshape(tl.join(turned_even, turned_odd), (HEADS, 2 * BLOCK_HALF))
+    tl.store(row + column, turned.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 def interleaved_rotary_in_place(

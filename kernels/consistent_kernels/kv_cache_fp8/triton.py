@@ -15,7 +15,6 @@ from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, KVLayout
 from consistent_kernels.kv_cache_fp8.spec import (
     FP8_MAX,
     GATHER_DESCENDING,
-    GATHER_EVICT,
     GATHER_VALUES,
     GATHER_VALUES_V4,
     GATHER_WARPS,
@@ -173,10 +172,8 @@ def _gather_kv_fp8_kernel(
     INDICES: tl.constexpr,
     ROWS: tl.constexpr,
     DESCENDING: tl.constexpr,
-    EVICT: tl.constexpr,  # read bytes leave L2 first, written rows stay
 ):
     WIDTH: tl.constexpr = FP8_VALUES + BF16_VALUES
-    READ: tl.constexpr = "evict_first" if EVICT else ""
     program = tl.num_programs(0) - 1 - tl.program_id(0) if DESCENDING else tl.program_id(0)
     # 32 bits: 2^31 entries would take 512 GB of out, and a 64-bit division a hundred instructions.
     entry = program * ROWS + tl.arange(0, ROWS)
@@ -212,11 +209,11 @@ def _gather_kv_fp8_kernel(
     values = ()
     for group in tl.static_range(GROUPS):
         place = value_ptr[:, None] + group * GROUP + columns
-        values += (tl.load(place, mask=known[:, None], other=0, eviction_policy=READ),)
+        values += (tl.load(place, mask=known[:, None], other=0),)
     if BF16_VALUES > 0:
         rope = tl.arange(0, BF16_VALUES)[None, :]
         rope_ptr = (value_ptr + BF16_AT).to(tl.pointer_type(tl.int16))
-        kept = tl.load(rope_ptr[:, None] + rope, mask=known[:, None], other=0, eviction_policy=READ)
+        kept = tl.load(rope_ptr[:, None] + rope, mask=known[:, None], other=0)
     if INDICES:
         place = indices_ptr + row.to(tl.int64) * indices_stride + (entry - row * k)
         tl.store(place, tl.where(known, first_row + entry, -1), mask=inside)
@@ -332,7 +329,6 @@ def gather_kv_fp8_fwd(
         INDICES=indices is not None,
         ROWS=rows,
         DESCENDING=GATHER_DESCENDING,
-        EVICT=GATHER_EVICT,
         num_warps=GATHER_WARPS,
         enable_fp_fusion=False,
         **_constants(layout, cache.shape[1]),

@@ -70,7 +70,7 @@ def test_gather_kv_fp8_cross_compiles(arch: int, layout: KVLayout, paged: bool) 
         | dict.fromkeys(("indices_stride", "first_row"), "i32"),
         constexprs=_constants(layout, 64)
         | {"PAGED": paged, "INDICES": paged, "ROWS": gather_rows(layout)}
-        | {"DESCENDING": paged, "EVICT": paged},
+        | {"DESCENDING": paged},
         num_warps=GATHER_WARPS,
         enable_fp_fusion=False,
     )

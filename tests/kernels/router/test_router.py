@@ -121,6 +121,30 @@ def test_router_minus_infinity_chooses_no_expert_twice(impl_device: tuple[str, s
                 assert len(groups) <= p.top_groups
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v4"])
+def test_router_chooses_nan_as_minus_infinity(impl_device: tuple[str, str], name: str) -> None:
+    impl, device = impl_device
+    logits, bias, p = case(name, 33, device, seed=15)
+    first, _ = router(logits, bias, parameters=p, impl=impl)
+    never = bias.clone()
+    for best in first[0].tolist()[:3]:
+        # The best experts of a row, one more each time; groups count without them too.
+        logits[:, best] = float("nan")
+        never[best] = float("-inf")
+        ids, weights = router(logits, bias, parameters=p, impl=impl)
+        finite = logits.nan_to_num(nan=0.0)
+        expected = router(finite, never, parameters=p, impl=impl)
+        assert_bitwise_equal(ids, expected[0])
+        assert_bitwise_equal(weights, expected[1])
+    assert not bitwise_equal(ids, first)
+    # Where nothing else is left it is chosen, and shows.
+    few = RouterParameters(8, 8, p.scoring, renormalize=True)
+    logits[:, 3] = float("nan")
+    ids, weights = router(logits[:, :8], bias[:8].contiguous(), parameters=few, impl=impl)
+    assert bool(weights.isnan().all())
+    assert bool(ids.sort().values.eq(torch.arange(8, device=device)).all())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_router_ignores_poison(impl_device: tuple[str, str], name: str) -> None:
     impl, device = impl_device

@@ -11,14 +11,24 @@ from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compil
 
 INTERPRETED = """
 import torch
-from router_cases import MODELS, case
+from router_cases import MODELS, case, correction_bias, hazard_logits
 from consistent_kernels.router.triton import router_fwd
-from consistent_kernels.router import router
+from consistent_kernels.router import RouterParameters, router
 
-for name, p in MODELS.items():
+cases = {name: case(name, 12, "cpu", seed=3) for name in MODELS}
+for p in (
+    RouterParameters(1, 1, "sigmoid", renormalize=True),
+    RouterParameters(5, 5, "softmax", renormalize=False),
+    RouterParameters(8, 2, "sigmoid", renormalize=True, num_groups=8, top_groups=4),
+    RouterParameters(21, 5, "sigmoid", renormalize=True, num_groups=7, top_groups=3),
+):
+    bias = correction_bias(p.num_experts, "cpu") if p.scoring == "sigmoid" else None
+    cases[str(p)] = hazard_logits(12, p.num_experts, "cpu", seed=3), bias, p
+for name, (logits, bias, p) in cases.items():
     if p.scoring == "sqrtsoftplus":
         continue  # the interpreter has no libdevice
-    logits, bias, _ = case(name, 12, "cpu", seed=3)
+    logits[4, ::3] = float("nan")
+    logits[9, ::2] = float("-inf")
     logits[5] = float("nan")
     valid = torch.arange(12) != 7
     expected = router(logits, bias, parameters=p, valid=valid, impl="reference")

@@ -17,6 +17,7 @@ from consistent_kernels.deep_gemm_start import cancel_halves, prepare
 from consistent_kernels.errors import ConsistencyError
 from consistent_kernels.grouped_linear import grouped_linear
 from consistent_kernels.grouped_linear.spec import BASE_TILE
+from consistent_kernels.grouped_linear.triton_tma import TmaTile
 from consistent_kernels.linear.schedule import TritonTile
 
 Run = Callable[[slice], torch.Tensor]
@@ -46,6 +47,25 @@ TILES = {
     ),
 }
 """Tiles worth a try, besides the base tile and what the rows choose."""
+
+TMA_TILES = {
+    "v4 out_a": (
+        *(TmaTile(64, 64, 128, 4, 5), TmaTile(64, 64, 64, 4, 10), TmaTile(64, 128, 64, 4, 7)),
+        *(TmaTile(128, 64, 64, 4, 7), TmaTile(128, 128, 64, 8, 6), TmaTile(128, 128, 128, 8, 3)),
+        TmaTile(128, 256, 64, 8, 3),
+    ),
+    "v32 k_up": (
+        *(TmaTile(64, 128, 128, 4, 2, 2), TmaTile(64, 256, 128, 4, 2), TmaTile(64, 256, 64, 4, 4)),
+        *(TmaTile(128, 128, 128, 8, 2), TmaTile(128, 128, 128, 8, 3), TmaTile(128, 256, 64, 8, 3)),
+        *(TmaTile(128, 128, 64, 8, 2, 2), TmaTile(64, 64, 128, 4, 2, 3)),
+    ),
+    "v32 v_up": (
+        *(TmaTile(64, 64, 128, 4, 5), TmaTile(64, 128, 64, 4, 7), TmaTile(64, 64, 128, 4, 2, 2)),
+        *(TmaTile(64, 128, 128, 4, 3), TmaTile(128, 128, 64, 8, 6), TmaTile(128, 128, 128, 8, 3)),
+        TmaTile(128, 128, 64, 8, 2, 2),
+    ),
+}
+"""The same for programs that stay."""
 
 _COMPILERS = 8
 _CHECKED = (1, 17, 64, 65, 256, 1000)
@@ -94,7 +114,7 @@ def variants(
     from consistent_kernels.grouped_linear.triton import tile_for
 
     tile = tile_for(x)
-    tiles = dict.fromkeys((tile, BASE_TILE, *TILES[name]))
+    tiles = dict.fromkeys((tile, BASE_TILE, *TILES[name], *TMA_TILES[name]))
     runs = {str(tile): functools.partial(_tiled, x, weight, tile) for tile in tiles}
     if served:
         runs[DEEP_GEMM] = functools.partial(_public, x, weight, DEEP_GEMM)
@@ -106,9 +126,10 @@ def _public(x: torch.Tensor, weight: torch.Tensor, impl: str, rows: slice) -> to
 
 
 def _tiled(x: torch.Tensor, weight: torch.Tensor, tile: TritonTile, rows: slice) -> torch.Tensor:
-    from consistent_kernels.grouped_linear.triton import launch
+    from consistent_kernels.grouped_linear import triton, triton_tma
 
-    return launch(x[rows], weight, tile)
+    program = triton_tma if isinstance(tile, TmaTile) else triton
+    return program.launch(x[rows], weight, tile)
 
 
 def _compile(operands: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
@@ -120,7 +141,7 @@ def _compile(operands: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]
         pending: list[Future[Any]] = [
             pool.submit(_tiled, x, weight, tile, slice(0, 1))
             for name, (x, weight) in operands.items()
-            for tile in dict.fromkeys((BASE_TILE, *TILES[name]))
+            for tile in dict.fromkeys((BASE_TILE, *TILES[name], *TMA_TILES[name]))
         ]
         served = set()
         wanted = {

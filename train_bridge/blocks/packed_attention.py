@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from consistent_kernels.blocks import BlockPrograms
+from consistent_kernels.blocks.ops import check_weights
 from consistent_kernels.sparse_attention import require_backward
 
 AS_THEY_ARE = "a trainer's block runs the engine's kernels as they are"
@@ -16,15 +19,16 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(
         self,
-        names: list[str],
+        shapes: Mapping[str, tuple[int, ...]],
         weights: dict[str, torch.Tensor],
         programs: BlockPrograms,
         backward: str,
     ) -> None:
         super().__init__()
         require_backward(backward)
+        check_weights(type(self).__name__, weights, shapes)
         self.programs, self.backward_name = programs, backward
-        for name in names:
+        for name in shapes:
             if name.startswith("index_"):
                 self.register_buffer(name, weights[name])
             else:

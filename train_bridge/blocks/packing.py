@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from consistent_kernels.errors import invalid
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedSequences:
@@ -27,7 +29,13 @@ class PackedSequences:
     def from_lengths(
         cls, lengths: list[int], device: torch.device | str = "cpu"
     ) -> PackedSequences:
-        """Describe sequences of the given lengths."""
+        """Describe sequences of the given lengths.
+
+        Raises:
+            InvalidInputError: a length below 0.
+        """
+        if min(lengths, default=0) < 0:
+            raise invalid("PackedSequences", "lengths", "at least 0", lengths)
         counts = torch.tensor(lengths, dtype=torch.int64)
         borders = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts)

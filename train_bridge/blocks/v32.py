@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps, BlockPrograms, V32Parameters, v32_weight_shapes
+from consistent_kernels.blocks.paging import require_hidden
 from consistent_kernels.blocks.v32 import project, project_index, project_out
 from consistent_kernels.indexer import indexer_scores
 from consistent_kernels.kv_cache_fp8 import (
@@ -46,7 +47,7 @@ class PackedV32Attention(PackedAttention):
         backward: str = "own",
     ) -> None:
         """Take masters by the names of `v32_weight_shapes`; `backward` is of sparse attention."""
-        super().__init__(list(v32_weight_shapes(params)), weights, programs, backward)
+        super().__init__(v32_weight_shapes(params), weights, programs, backward)
         self.params = params
 
     def _ops(self) -> TrainableBlockOps:
@@ -64,8 +65,13 @@ class PackedV32Attention(PackedAttention):
 
         Returns:
             [T, hidden] bf16.
+
+        Raises:
+            InvalidInputError: hidden states of another shape or dtype.
         """
         ops = self._ops()
+        tokens = len(sequences.positions)
+        require_hidden("PackedV32Attention", hidden, tokens, self.params.hidden, ops.dtype)
         projected = project(ops, self.params, hidden, sequences.positions)
         selected = self._select(ops, hidden.detach(), projected.compressed_q.detach(), sequences)
         starts = sequences.starts.to(torch.int32).unsqueeze(1)

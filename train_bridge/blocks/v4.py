@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps, BlockPrograms, V4Parameters, v4_weight_shapes
+from consistent_kernels.blocks.paging import require_hidden
 from consistent_kernels.blocks.v4 import (
     all_entries,
     project,
@@ -37,7 +38,7 @@ class PackedV4Attention(PackedAttention):
         backward: str = "own",
     ) -> None:
         """Take masters by the names of `v4_weight_shapes`; `backward` is of sparse attention."""
-        super().__init__(list(v4_weight_shapes(params)), weights, programs, backward)
+        super().__init__(v4_weight_shapes(params), weights, programs, backward)
         self.params = params
 
     @torch.compiler.disable(reason=AS_THEY_ARE)
@@ -49,11 +50,15 @@ class PackedV4Attention(PackedAttention):
 
         Returns:
             [T, hidden] bf16.
+
+        Raises:
+            InvalidInputError: hidden states of another shape or dtype.
         """
         weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         ops = TrainableBlockOps(weights, self.programs)
         ops.backward = self.backward_name
         params, positions = self.params, sequences.positions
+        require_hidden("PackedV4Attention", hidden, len(positions), params.hidden, ops.dtype)
         projected = project(ops, params, hidden, positions)
         extra = None
         if params.ratio > 1:

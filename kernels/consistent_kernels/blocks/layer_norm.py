@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.devices import require_device
 from consistent_kernels.errors import invalid
 from consistent_kernels.tree import halving_sum
 
@@ -46,6 +47,9 @@ def index_layer_norm(
     Raises:
         InvalidInputError: shape or dtype.
     """
+    if not x.is_floating_point():
+        raise invalid("index_layer_norm", "x", "floats", x.dtype)
+    require_device("index_layer_norm", x.device, weight=weight, bias=bias)
     for name, value in (("weight", weight), ("bias", bias)):
         if value.shape != x.shape[-1:] or value.dtype != torch.float32:
             given = f"{value.dtype} of shape {tuple(value.shape)}"

@@ -9,6 +9,31 @@ import torch
 from consistent_kernels.errors import invalid
 
 
+def require_hidden(
+    op: str, hidden: torch.Tensor, tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    """Raise unless hidden is [tokens, width] in dtype.
+
+    Raises:
+        InvalidInputError: names both.
+    """
+    if hidden.shape != (tokens, width) or hidden.dtype != dtype:
+        given = f"{hidden.dtype} of shape {tuple(hidden.shape)}"
+        raise invalid(op, "hidden", f"{dtype} of shape ({tokens}, {width})", given)
+
+
+def require_sizes(op: str, blocks: int, block_size: int, max_seq_len: int) -> None:
+    """Raise unless caches of this size hold a token.
+
+    Raises:
+        InvalidInputError: names the first size that is none.
+    """
+    sizes = {"blocks": blocks, "block_size": block_size, "max_seq_len": max_seq_len}
+    for name, value in sizes.items():
+        if value < 1:
+            raise invalid(op, name, "at least 1", value)
+
+
 @dataclasses.dataclass(frozen=True)
 class PagedBatch:
     """The tokens of one step, of any requests in any phase.
@@ -30,23 +55,40 @@ class PagedBatch:
     block_size: int
     max_seq_len: int
 
-    def require_within(self, op: str, hidden: torch.Tensor, max_seq_len: int) -> None:
+    def require_within(
+        self,
+        op: str,
+        hidden: torch.Tensor,
+        width: int,
+        dtype: torch.dtype,
+        block_size: int,
+        max_seq_len: int,
+    ) -> None:
         """Refuse what a block cannot take; integers' values are not looked at.
 
         Args:
             op: the block's name.
-            hidden: [T, hidden], of the same tokens.
-            max_seq_len: what the block was made for.
+            hidden: [T, width] in dtype, of the same tokens.
+            width, dtype, block_size, max_seq_len: what the block was made for.
 
         Raises:
-            InvalidInputError: another number of rows, no integers, or a longer bound.
+            InvalidInputError: another number of rows or columns, no integers, pages of another
+                size, or a longer bound.
         """
+        require_hidden(op, hidden, hidden.shape[0], width, dtype)
         tokens = hidden.shape[:1]
         for name in ("positions", "requests", "slots"):
             value = getattr(self, name)
             if value.shape != tokens or value.dtype not in (torch.int32, torch.int64):
                 given = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise invalid(op, name, f"int32 or int64 of shape {tuple(tokens)}", given)
+        table = self.block_table
+        if table.dim() != 2 or table.dtype != torch.int32:
+            given = f"{table.dtype} of shape {tuple(table.shape)}"
+            raise invalid(op, "block_table", "2-D int32", given)
+        if self.block_size != block_size:
+            hint = "the tokens of a page of its caches"
+            raise invalid(op, "block_size", f"{block_size}, {hint}", self.block_size)
         if self.max_seq_len > max_seq_len:
             raise invalid(op, "max_seq_len", f"at most {max_seq_len}", self.max_seq_len)
 

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 
 from consistent_kernels.compressor import CompressorParameters
-from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.errors import UnsupportedError, invalid
 from consistent_kernels.rotary import RopeParameters
+from consistent_kernels.sparse_topk.spec import MAX_K
 
 LATENT, ROPE, INDEX_DIM = 512, 64, 128
 """Widths of every published DeepSeek MLA; the cache layouts of `kv_cache_fp8` hold them."""
@@ -49,6 +50,15 @@ class BlockPrograms:
         return self.other if self.grouped is None else self.grouped
 
 
+def _check_sizes(params: V32Parameters | V4Parameters, positive: tuple[str, ...]) -> None:
+    op = type(params).__name__
+    for name in positive:
+        if getattr(params, name) < 1:
+            raise invalid(op, name, "at least 1", getattr(params, name))
+    if not 1 <= params.topk <= MAX_K:
+        raise invalid(op, "topk", f"from 1 to {MAX_K}", params.topk)
+
+
 @dataclasses.dataclass(frozen=True)
 class V32Parameters:
     """DeepSeek-V3.2 attention (DSA).
@@ -75,6 +85,8 @@ class V32Parameters:
     index_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        positive = ("hidden", "heads", "q_rank", "nope_dim", "value_dim", "index_heads")
+        _check_sizes(self, positive)
         _ = self.index_rope  # made once: torch.compile cannot trace the making
 
     @functools.cached_property
@@ -112,6 +124,10 @@ class V4Parameters:
     def __post_init__(self) -> None:
         if self.ratio not in COMPRESS_RATIOS:
             raise UnsupportedError("V4Parameters", f"ratio {self.ratio}", COMPRESS_RATIOS)
+        positive = ("hidden", "heads", "q_rank", "groups", "out_rank", "window", "index_heads")
+        _check_sizes(self, positive)
+        if self.heads % self.groups:
+            raise invalid("V4Parameters", "groups", f"a divisor of {self.heads}", self.groups)
         # Made once: torch.compile cannot trace the making.
         _ = self.head_rope, self.index_rope, self.compressor, self.index_compressor
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from consistent_kernels.blocks.ops import BlockOps, check_weights
-from consistent_kernels.blocks.paging import PagedBatch
+from consistent_kernels.blocks.paging import PagedBatch, require_sizes
 from consistent_kernels.blocks.parameters import (
     INDEX_DIM,
     LATENT,
@@ -129,6 +129,7 @@ class PagedV32Attention:
         Raises:
             InvalidInputError: a weight is missing, unknown or misshapen.
         """
+        require_sizes("PagedV32Attention", blocks, block_size, max_seq_len)
         check_weights("PagedV32Attention", weights, v32_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)
@@ -158,7 +159,10 @@ class PagedV32Attention:
         Raises:
             InvalidInputError: the batch allows longer contexts than the block was made for.
         """
-        batch.require_within("PagedV32Attention", hidden, self.max_seq_len)
+        batch.require_within(
+            "PagedV32Attention", hidden, self.params.hidden, self.ops.dtype, self.cache.shape[1],
+            self.max_seq_len,
+        )  # fmt: skip
         params, other = self.params, self.ops.programs.other
         projected = project(self.ops, params, hidden, batch.positions)
         index = project_index(self.ops, params, hidden, projected.compressed_q, batch.positions)

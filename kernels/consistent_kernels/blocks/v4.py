@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from consistent_kernels.blocks.ops import BlockOps, check_weights
-from consistent_kernels.blocks.paging import PagedBatch
+from consistent_kernels.blocks.paging import PagedBatch, require_sizes
 from consistent_kernels.blocks.parameters import (
     INDEX_DIM,
     LATENT,
@@ -159,6 +159,7 @@ class PagedV4Attention:
 
         Weights are by the names of `v4_weight_shapes`.
         """
+        require_sizes("PagedV4Attention", blocks, block_size, max_seq_len)
         check_weights("PagedV4Attention", weights, v4_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)
@@ -185,7 +186,10 @@ class PagedV4Attention:
 
     def forward(self, hidden: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Store the tokens and attend; see `PagedV32Attention.forward`."""
-        batch.require_within("PagedV4Attention", hidden, self.max_seq_len)
+        batch.require_within(
+            "PagedV4Attention", hidden, self.params.hidden, self.ops.dtype, self.cache.shape[1],
+            self.max_seq_len,
+        )  # fmt: skip
         ops, params, other = self.ops, self.params, self.ops.programs.other
         projected = project(ops, params, hidden, batch.positions)
         write_kv_fp8(projected.entry, self.cache, batch.slots, layout=V4, impl=other)

@@ -259,7 +259,17 @@ def compressor_state(
 def compressor_state_bwd(
     grad_state: torch.Tensor, positions: torch.Tensor, ratio: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `compressor_state`: (grad_kv_score [T, 2 W], grad_position_bias [ratio, W])."""
+    """Gradients of `compressor_state`: (grad_kv_score [T, 2 W], grad_position_bias [ratio, W]).
+
+    Raises:
+        InvalidInputError: shape or dtype.
+    """
+    op, shape = "compressor_state_bwd", tuple(grad_state.shape)
+    if len(shape) != 2 or shape[1] % 2 or not grad_state.is_floating_point():
+        raise invalid(
+            op, "grad_state", "floats [T, 2 W], an even width", f"{grad_state.dtype} {shape}"
+        )
+    _check_integers(op, "positions", positions, shape[:1])
     width = grad_state.shape[1] // 2
     place = torch.nn.functional.one_hot(positions.long() % ratio, ratio).to(grad_state.dtype)
     # A product with a 0-1 matrix: an order that does not follow the scheduling of atomics.

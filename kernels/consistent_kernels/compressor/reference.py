@@ -33,6 +33,8 @@ def gather_windows(
     """Return (kv [E, tokens, D] with zeros, score [E, tokens, D] with -inf where rows is -1)."""
     width, size = params.state_width, params.head_dim
     absent = (rows < 0).unsqueeze(-1)
+    if len(state) == 0:  # then every row is absent
+        state = state.new_zeros((1, 2 * width))
     gathered = state.index_select(0, rows.clamp_min(0).reshape(-1).long())
     gathered = gathered.view(*rows.shape, 2 * width)
     kv, score = gathered[..., :width], gathered[..., width:]

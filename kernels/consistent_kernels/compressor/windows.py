@@ -43,6 +43,15 @@ class CompressorParameters:
         return self.head_dim * (2 if self.overlap else 1)
 
 
+_NO_BOUND = 1 << 31
+
+
+def _check_integers(op: str, name: str, value: torch.Tensor, dims: int) -> None:
+    if value.dim() != dims or value.is_floating_point():
+        given = f"{value.dtype} {tuple(value.shape)}"
+        raise invalid(op, name, f"{dims}-D integers", given)
+
+
 def _window_positions(last: torch.Tensor, params: CompressorParameters) -> torch.Tensor:
     """[E, tokens] positions of the tokens of the entries that end at `last` [E]."""
     column = torch.arange(params.tokens, device=last.device)
@@ -67,10 +76,20 @@ def paged_windows(
         before the request's first is -1.
 
     Raises:
-        InvalidInputError: on a CPU, a request or a position that the block table does not hold.
+        InvalidInputError: shape or dtype; on a CPU, a request or a position that the block table
+            does not hold, or a page below 0 that an entry needs.
     """
-    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
-        op, tokens = "paged_windows", block_table.shape[1] * block_size
+    op = "paged_windows"
+    _check_integers(op, "positions", positions, 1)
+    _check_integers(op, "block_table", block_table, 2)
+    if requests.shape != positions.shape or requests.is_floating_point():
+        given = f"{requests.dtype} {tuple(requests.shape)}"
+        raise invalid(op, "requests", f"integers of shape {tuple(positions.shape)}", given)
+    if block_size < 1:
+        raise invalid(op, "block_size", "at least 1", block_size)
+    on_host = positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host:
+        tokens = block_table.shape[1] * block_size
         check_range(op, "requests", requests, 0, len(block_table))
         check_range(op, "positions", positions, 0, tokens)
     closes = (positions + 1) % params.ratio == 0
@@ -78,6 +97,9 @@ def paged_windows(
     exists = (places >= 0) & closes.unsqueeze(1)
     column = places.clamp_min(0) // block_size
     pages = block_table[requests.long().unsqueeze(1), column.clamp_max(block_table.shape[1] - 1)]
+    if on_host:
+        needed = torch.where(exists, pages, 0)
+        check_range(op, "block_table[requests]", needed, 0, _NO_BOUND, "a page, at least 0")
     rows = pages.long() * block_size + places.clamp_min(0) % block_size
     return torch.where(exists, rows, -1).to(torch.int32)
 
@@ -90,13 +112,19 @@ def packed_windows(
     Reads the lengths on the host.
 
     Args:
-        cu_seqlens: [B + 1], rows of the packed state at which sequences begin.
+        cu_seqlens: [B + 1] integers, rows of the packed state at which sequences begin.
 
     Returns:
         (rows [E, tokens] int32, positions [E] int64 of the entries' first own tokens,
         cu_entries [B + 1] int64).
+
+    Raises:
+        InvalidInputError: shape, dtype, or sequences of less than no tokens.
     """
+    _check_integers("packed_windows", "cu_seqlens", cu_seqlens, 1)
     starts = cu_seqlens.to("cpu", torch.int64)
+    if bool((starts[:1] < 0).any() or (starts[1:] < starts[:-1]).any()):
+        raise invalid("packed_windows", "cu_seqlens", "ascending from at least 0", starts.tolist())
     counts = (starts[1:] - starts[:-1]) // params.ratio
     cu_entries = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     sequence = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)

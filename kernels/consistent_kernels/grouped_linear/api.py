@@ -49,6 +49,8 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, impl: str) -> None:
             op, "x", "[T, G, K] of bfloat16, float16 or float32", f"{tuple(x.shape)} of {x.dtype}"
         )
     groups, inner = x.shape[1:]
+    if inner == 0:
+        raise invalid(op, "x", "[T, G, K] with at least one column", tuple(x.shape))
     fits = weight.dim() == 3 and weight.shape[0] == groups and weight.shape[2] == inner
     if not fits or weight.dtype != x.dtype or not weight.is_contiguous():
         raise invalid(

@@ -40,6 +40,8 @@ def _check_streams(op: str, x: torch.Tensor, impl: str) -> None:
         raise invalid(
             op, "x", f"[T, S, H] of {names} for impl {impl!r}", f"{tuple(x.shape)} of {x.dtype}"
         )
+    if x.shape[2] == 0:
+        raise invalid(op, "x", "[T, S, H] with at least one column", tuple(x.shape))
     if x.shape[1] not in _STREAMS:
         raise UnsupportedError(op, f"{x.shape[1]} streams", _STREAMS)
 
@@ -67,6 +69,12 @@ def _check_maps(
     _check_fp32(op, "scale", scale, (1 if head else 3,))
     _check_fp32(op, "base", base, (columns,))
     require_device(op, x.device, fn=fn, scale=scale, base=base)
+
+
+def _check_grad(op: str, name: str, grad: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(grad.shape) != shape or not grad.is_floating_point():
+        given = f"{grad.dtype} of shape {tuple(grad.shape)}"
+        raise invalid(op, name, f"floats of shape {shape}", given)
 
 
 def _check_iterations(op: str, iterations: int) -> None:
@@ -282,6 +290,10 @@ def hc_pre_bwd(
     """
     _check_maps("hc_pre_bwd", x, fn, scale, base, impl, head=False)
     _check_iterations("hc_pre_bwd", iterations)
+    tokens, streams, hidden = x.shape
+    _check_grad("hc_pre_bwd", "grad_input", grad_input, (tokens, hidden))
+    _check_grad("hc_pre_bwd", "grad_post", grad_post, (tokens, streams))
+    _check_grad("hc_pre_bwd", "grad_comb", grad_comb, (tokens, streams, streams))
     grads = (grad_input, grad_post, grad_comb)
     return hc_pre_bwd_ref(*grads, x, fn, scale, base, norm_eps, eps, iterations, post_multiplier)
 
@@ -299,6 +311,7 @@ def hc_head_bwd(
 ) -> Gradients:
     """Gradients of `hc_head`: (grad_x, grad_fn, grad_scale, grad_base), as `hc_pre_bwd`."""
     _check_maps("hc_head_bwd", x, fn, scale, base, impl, head=True)
+    _check_grad("hc_head_bwd", "grad_out", grad_out, (x.shape[0], x.shape[2]))
     return hc_head_bwd_ref(grad_out, x, fn, scale, base, norm_eps, eps)
 
 
@@ -313,4 +326,5 @@ def hc_post_bwd(
 ) -> Gradients:
     """Gradients of `hc_post`: (grad_y, grad_x, grad_post fp32, grad_comb fp32)."""
     _check_post("hc_post_bwd", y, x, post, comb, impl)
+    _check_grad("hc_post_bwd", "grad_out", grad_out, tuple(x.shape))
     return hc_post_bwd_ref(grad_out, y, x, post, comb)

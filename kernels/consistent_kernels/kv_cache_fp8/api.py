@@ -128,16 +128,23 @@ def _(cache: torch.Tensor, *_: object) -> None:
 def new_cache(
     blocks: int, block_size: int, layout: KVLayout, device: torch.device | str
 ) -> torch.Tensor:
-    """Return a zeroed cache [blocks, block_size, token_bytes] uint8 (a trainer's private copy)."""
+    """Return a zeroed cache [blocks, block_size, token_bytes] uint8 (a trainer's private copy).
+
+    Raises:
+        InvalidInputError: a size that is none.
+    """
+    if blocks < 0 or block_size < 1:
+        given = f"{blocks}, {block_size}"
+        raise invalid("new_cache", "blocks, block_size", "at least 0 and 1", given)
     shape = (blocks, block_size, layout.token_bytes)
     return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
-def check_cache(op: str, cache: torch.Tensor, layout: KVLayout) -> None:
+def check_cache(op: str, cache: torch.Tensor, layout: KVLayout, name: str = "cache") -> None:
     if cache.dim() != 3 or cache.dtype != torch.uint8 or cache.shape[2] != layout.token_bytes:
         raise invalid(
             op,
-            "cache",
+            name,
             f"uint8 of shape [blocks, block_size, {layout.token_bytes}] for {layout.name}",
             f"{cache.dtype} of shape {tuple(cache.shape)}",
         )
@@ -146,7 +153,7 @@ def check_cache(op: str, cache: torch.Tensor, layout: KVLayout) -> None:
     if not packed or step < size * layout.token_bytes or step % BLOCK_ALIGNMENT:
         raise invalid(
             op,
-            "cache",
+            name,
             f"packed inside a block, blocks a multiple of {BLOCK_ALIGNMENT} bytes apart",
             f"strides {tuple(cache.stride())}",
             "Take a block size that is a multiple of 16",

@@ -35,6 +35,11 @@ class WorkspaceBounds:
     context_positions: int = 0
     contexts: int = 1
 
+    def __post_init__(self) -> None:
+        for field in ("selected_queries", "k", "context_positions", "contexts"):
+            if getattr(self, field) < 0:
+                raise invalid("WorkspaceBounds", field, "at least 0", getattr(self, field))
+
     @property
     def rows(self) -> int:
         """Rows of the workspace: what the larger of the two uses needs."""
@@ -74,8 +79,20 @@ def workspace_indices(
         context_rows: rows from one context to the next.
 
     Returns:
-        [T, K] int32.
+        [T, K], dtype of positions.
+
+    Raises:
+        InvalidInputError: shape or dtype.
     """
+    op = "workspace_indices"
+    if positions.dim() != 2 or positions.is_floating_point():
+        given = f"{positions.dtype} {tuple(positions.shape)}"
+        raise invalid(op, "positions", "2-D integers", given)
+    if requests is not None and (
+        requests.shape != positions.shape[:1] or requests.is_floating_point()
+    ):
+        given = f"{requests.dtype} {tuple(requests.shape)}"
+        raise invalid(op, "requests", f"integers of shape {tuple(positions.shape[:1])}", given)
     if requests is None:
         rows = torch.arange(positions.numel(), dtype=positions.dtype, device=positions.device).view(
             positions.shape

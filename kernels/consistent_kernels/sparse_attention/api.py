@@ -35,6 +35,8 @@ def check_indices(indices: torch.Tensor, entries: int, *, op: str = "sparse_atte
     Raises:
         InvalidInputError: names the first query and column that hold such an index.
     """
+    if indices.is_floating_point():
+        raise invalid(op, "indices", "integers", indices.dtype)
     hint = "Positions inside a request need that request's first row added"
     what = f"-1 or a row of kv below {entries}"
     check_range(op, "indices", indices, -1, entries, what, hint)
@@ -197,7 +199,7 @@ def sparse_attention_bwd(
         (grad_q in the dtype of q, grad_kv in the dtype of kv, grad_sinks [H] fp32 or None).
 
     Raises:
-        InvalidInputError: shape, dtype or device.
+        InvalidInputError: shape, dtype or device; with "reference" an index out of range.
         UnsupportedError, MissingBinaryError: as `require_backward`; "cudnn" also for a device or a
             width that it does not serve.
     """
@@ -218,6 +220,7 @@ def sparse_attention_bwd(
 
         return sparse_attention_bwd_cudnn(*arguments)
     if impl == "reference":
+        check_indices(indices, kv.shape[0], op=op)
         return sparse_attention_bwd_ref(*arguments)
     require_cuda(op, impl, q)
     from consistent_kernels.sparse_attention.triton_bwd import sparse_attention_bwd_triton

@@ -9,6 +9,7 @@ from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.index_range import check_range
 from consistent_kernels.kv_cache_fp8 import V4, V32, KVLayout, workspace_indices
+from consistent_kernels.kv_cache_fp8.api import check_cache
 from consistent_kernels.kv_cache_fp8.reference import dequantize_kv_ref, read_slots_ref
 from consistent_kernels.sparse_attention.reference import padded_indices, sparse_attention_ref
 from consistent_kernels.sparse_attention.spec import ENTRY_TILE, FP8_IMPLEMENTATIONS
@@ -39,7 +40,13 @@ def read_slots_fp8(cache: torch.Tensor, slots: torch.Tensor, layout: KVLayout) -
 
     Returns:
         [*slots.shape, width] bf16; plain PyTorch on any device, no bits depend on it.
+
+    Raises:
+        InvalidInputError: shape, dtype or layout; on a CPU a slot beyond the cache.
     """
+    check_cache("read_slots_fp8", cache, layout)
+    if slots.is_floating_point():
+        raise invalid("read_slots_fp8", "slots", "integers", slots.dtype)
     flat, slot_count = slots.reshape(-1), cache.shape[0] * cache.shape[1]
     if cache.device.type == "cpu":
         check_range("read_slots_fp8", "slots", flat, -_NO_LIMIT, slot_count, f"below {slot_count}")
@@ -96,13 +103,7 @@ def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_cache(
     op: str, name: str, cache: torch.Tensor, slots: torch.Tensor, q: torch.Tensor, layout: KVLayout
 ) -> None:
-    if cache.dim() != 3 or cache.dtype != torch.uint8 or cache.shape[2] != layout.token_bytes:
-        raise invalid(
-            op,
-            name,
-            f"uint8 [blocks, block_size, {layout.token_bytes}]",
-            f"{cache.dtype} {tuple(cache.shape)}",
-        )
+    check_cache(op, cache, layout, name)
     if slots.dim() != 2 or slots.dtype != torch.int32 or slots.shape[0] != len(q):
         raise invalid(
             op,

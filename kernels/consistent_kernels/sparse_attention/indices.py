@@ -49,6 +49,8 @@ def window_and_selected(
     _check(op, "window_base", window_base, (tokens,))
     if window < 1:
         raise invalid(op, "window", "at least 1: the query's own position", window)
+    if multiple < 1:
+        raise invalid(op, "multiple", "at least 1", multiple)
     if (selected is None) != (selected_base is None):
         raise invalid(op, "selected_base", "given together with selected", "only one of them")
     column = torch.arange(window, device=positions.device)

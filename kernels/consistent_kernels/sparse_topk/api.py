@@ -118,8 +118,8 @@ def sparse_topk(
         raise invalid(op, "scores", "2-D float32", f"{scores.dim()}-D {scores.dtype}")
     if scores.stride(1) != 1 and scores.shape[1] > 1:
         raise invalid(op, "scores", "of unit column stride", scores.stride())
-    if not 1 <= k <= MAX_K:
-        raise invalid(op, "k", f"1 to {MAX_K}", k)
+    if not isinstance(k, int) or not 1 <= k <= MAX_K:
+        raise invalid(op, "k", f"an integer from 1 to {MAX_K}", k)
     rows = scores.shape[0]
     for name, border in (("starts", starts), ("ends", ends)):
         if border.shape != (rows,) or border.dtype not in (torch.int32, torch.int64):

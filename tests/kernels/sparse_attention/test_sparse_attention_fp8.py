@@ -268,7 +268,9 @@ def test_control_stock_splits_follow_the_batch() -> None:
 def test_sparse_attention_fp8_rejects_bad_inputs() -> None:
     caches = make_caches("v32", "cpu")
     keywords = {"scale": 1.0, "impl": "reference"}
-    with pytest.raises(InvalidInputError, match=r"cache must be uint8 \[blocks, block_size, 656\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"cache must be uint8 of shape \[blocks, block_size, 656\]"
+    ):
         sparse_attention_fp8(caches.q, caches.cache[..., :584], caches.slots, **keywords)
     with pytest.raises(InvalidInputError, match=r"slots of cache must be int32 \[65, K\]"):
         sparse_attention_fp8(caches.q, caches.cache, caches.slots[1:], **keywords)

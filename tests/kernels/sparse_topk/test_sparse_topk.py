@@ -179,7 +179,7 @@ def test_sparse_topk_rejects_bad_inputs() -> None:
     bounds = borders((0, 8), (0, 8))
     with pytest.raises(InvalidInputError, match="scores must be 2-D float32, got 2-D"):
         sparse_topk(scores.half(), *bounds, 4, impl="reference")
-    with pytest.raises(InvalidInputError, match="k must be 1 to 2048, got 4096"):
+    with pytest.raises(InvalidInputError, match="k must be an integer from 1 to 2048, got 4096"):
         sparse_topk(scores, *bounds, 4096, impl="reference")
     with pytest.raises(InvalidInputError, match=r"ends must be int32 or int64 of shape \(2,\)"):
         sparse_topk(scores, bounds[0], bounds[1][:1], 4, impl="reference")

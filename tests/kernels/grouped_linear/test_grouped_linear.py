@@ -76,9 +76,9 @@ def test_control_a_split_sum_differs(impl_device: tuple[str, str]) -> None:
     impl, device = impl_device
     # Halves of K that cancel: another order shows after the rounding to bf16, too.
     parts = probe_inputs(65, COLUMNS, INNER, torch.bfloat16)
-    x, weight = (torch.stack((part, part.flip(0))).to(device) for part in parts)
+    x, weight = (torch.stack((part, part.flip(0), -part)).to(device) for part in parts)
     x = x.transpose(0, 1)
-    split = torch.stack([split_k_linear(x[:, g], weight[g], 5) for g in range(2)], dim=1)
+    split = torch.stack([split_k_linear(x[:, g], weight[g], 5) for g in range(GROUPS)], dim=1)
     assert not bitwise_equal(split, grouped_linear(x, weight, impl=impl))
 
 

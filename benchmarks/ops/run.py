@@ -20,7 +20,7 @@ from benchmarks.common.record import Provenance, provenance
 from benchmarks.common.rows import Row, merge_into
 from benchmarks.ops.case import Case, Setting, case_modules, cases_of
 from benchmarks.ops.timing import interleaved_us
-from consistent_kernels.errors import ConsistencyError
+from consistent_kernels.errors import ConsistencyError, NumericsError
 from vllm_consistent.cli import exit_codes
 
 KEY = ("op", "shape", "impl")
@@ -118,7 +118,8 @@ def measure(
 def _broken(check: Callable[[], None]) -> str | None:
     try:
         check()
-    except AssertionError as error:
+    except (AssertionError, NumericsError) as error:
+        # NumericsError: a start-up probe found what the relation would.
         return f"relation fails: {error}"
     return None
 

@@ -16,7 +16,7 @@ from benchmarks.common.record import Provenance
 from benchmarks.ops import run
 from benchmarks.ops.case import Case, Setting, case_modules
 from benchmarks.ops.relations import check_rows
-from consistent_kernels.errors import InvalidInputError, UnsupportedError
+from consistent_kernels.errors import InvalidInputError, NumericsError, UnsupportedError
 from consistent_kernels.testing import hazard_activations, split_k_linear
 
 DENSE = {
@@ -28,6 +28,7 @@ DENSE = {
     "silu_and_mul",
     "token_logprobs",
 }
+EXPERTS = {"experts", "fp8_experts", "fp8_linear", "quantization", "router"}
 OPS = [module.OP for module in case_modules()]
 SOURCE = Provenance("a test", {"torch": torch.__version__}, "0" * 40)
 SMALL = Setting("cpu", small=True)
@@ -61,8 +62,38 @@ def measured(*modules: Any) -> run.Outcome:
     return run.measure(list(modules), SMALL, 2, SOURCE, lambda text: None)
 
 
-def test_every_dense_op_has_a_case_file() -> None:
-    assert set(OPS) >= DENSE
+def test_every_op_has_a_case_file() -> None:
+    assert set(OPS) >= DENSE | EXPERTS
+
+
+@pytest.mark.parametrize("op", sorted(EXPERTS))
+def test_control_a_case_file_refuses_an_op_that_follows_the_batch(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cases,) = case_modules([op])
+    names = ("quantize_rows", "quantize_weight") if op == "quantization" else (op,)
+    for name in names:
+        monkeypatch.setattr(cases, name, follows_the_batch(getattr(cases, name)))
+    outcome = measured(cases)
+    assert outcome.failed == {}
+    assert outcome.rows
+    assert outcome.refused == outcome.rows
+    for row in outcome.rows:
+        assert row["ours_us"] is None
+        assert "relation fails" in row["reason"]
+
+
+def follows_the_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, one bit of its last row wrong for odd numbers of rows and for 128."""
+
+    def faulty(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        result = function(x, *args, **options)
+        first = result[0] if isinstance(result, tuple) else result
+        if x.shape[0] % 2 or x.shape[0] == 128:
+            first.view(torch.uint8)[-1, 0] ^= 1
+        return result
+
+    return faulty
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -92,6 +123,16 @@ def test_a_case_whose_relation_fails_gets_no_time() -> None:
     assert called == [], "a refused case must not be timed"
     assert fine["relations_ok"]
     assert outcome.refused == [refused]
+
+
+def test_a_probe_that_finds_a_difference_refuses_the_case() -> None:
+    def probe() -> None:
+        raise NumericsError("rows follow M")
+
+    outcome = measured(module(case(probe), case(shape="M=2")))
+    assert outcome.failed == {}
+    assert [row["relations_ok"] for row in outcome.rows] == [False, True]
+    assert "rows follow M" in outcome.rows[0]["reason"]
 
 
 def test_one_relation_given_twice_runs_once() -> None:

@@ -13,7 +13,12 @@ from benchmarks.ops.run import AIM, KEY
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FIELDS = {"op", "shape", "ours_us", "stock_us", "ratio_to_stock", "hardware", "versions", "commit"}
 BATCHES = ("1", "64", "256")
-SPARSE = {
+FORMS = {
+    "experts": ("E=128 K=8 H=2048 I=768",),
+    "fp8_experts": ("fp32", "ue8m0"),
+    "fp8_linear": ("N=4096 K=4096", "N=24576 K=1536", "N=7168 K=2048", "N=4096 K=12288"),
+    "quantize_rows": ("fp32", "ue8m0"),
+    "router": ("Qwen3-30B-A3B", "DeepSeek-V3", "DeepSeek-V4-Flash"),
     "compressor": ("csa", "hca", "index"),
     "gather_kv_fp8": ("v32", "v4"),
     "grouped_linear": ("v32 k_up", "v32 v_up", "v4 out_a"),
@@ -28,7 +33,7 @@ SPARSE = {
     "sparse_topk": ("positions=4096", "positions=32768", "positions=131072"),
     "write_kv_fp8": ("v32", "v4", "indexer"),
 }
-"""Ops of the sparse attention blocks to the forms that each batch is measured in."""
+"""Ops of experts and of the sparse attention blocks to the forms that each batch is measured in."""
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -67,10 +72,10 @@ def test_every_op_row_is_whole_and_a_slow_one_says_why() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("op", SPARSE)
-def test_sparse_ops_have_rows_at_every_batch(op: str) -> None:
+@pytest.mark.parametrize("op", FORMS)
+def test_ops_have_rows_at_every_batch(op: str) -> None:
     rows = [row for row in rows_of(RESULTS / "ops_h200.json") if row["op"] == op]
-    for form in SPARSE[op]:
+    for form in FORMS[op]:
         shapes = [row["shape"].split() for row in rows if form in row["shape"]]
         found = {
             word.split("=")[1]

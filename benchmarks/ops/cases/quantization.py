@@ -38,7 +38,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                         relations=relations,
                         reason=None if x.is_cuda else _NO_STOCK,
                     )
-    for n, k in ((192, 256),) if setting.small else _WEIGHTS:
+    for n, k in ((384, 256),) if setting.small else _WEIGHTS:
         weight = setting.normal(n, k, seed=n, scale=0.05)
         for impl in setting.implementations(IMPLEMENTATIONS):
             quantize = functools.partial(_blocks, weight, impl)

@@ -30,6 +30,8 @@ SHAPES = ((192, 512), (256, 1536), (17, 33), (80, 200))
 """(N, K): the first two are what DeepGEMM takes. It compiles seconds for each shape, so its tests
 share (192, 512); benchmarks/ops checks its rows at the widths of models."""
 
+HALVES = (slice(0, 128), slice(128, 256))
+
 Weight = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -267,6 +269,38 @@ def test_fp8_linear_adds_blocks_ascending(impl_device: tuple[str, str]) -> None:
     assert_bitwise_equal(whole, ((parts[0] + parts[1]) + parts[2]) + parts[3])
     assert not bitwise_equal(whole, ((parts[3] + parts[2]) + parts[1]) + parts[0])
     assert not bitwise_equal(whole, (parts[0] + parts[1]) + (parts[2] + parts[3]))
+
+
+def test_fp8_gemm_rounds_where_the_spec_says(impl_device: tuple[str, str]) -> None:
+    """Small integers: their sums are exact in any order; what is left is how scales round."""
+    impl, device = impl_device
+    if impl == "deep_gemm":
+        pytest.skip("DeepGEMM returns bf16; test_deep_gemm.py holds its bits against vLLM's")
+    generator = torch.Generator().manual_seed(24)
+    x, weight = (
+        torch.randint(-2, 3, (rows, 256), generator=generator).float().to(device)
+        for rows in (65, 192)
+    )
+    x_scale = torch.rand((65, 2), generator=generator).to(device) + 0.5
+    weight_scale = torch.rand((2, 2), generator=generator).to(device) + 0.5
+    y = fp8_gemm(
+        x.to(torch.float8_e4m3fn),
+        x_scale,
+        weight.to(torch.float8_e4m3fn),
+        weight_scale,
+        scale_format="fp32",
+        impl=impl,
+        out_dtype=torch.float32,
+    )
+    columns = weight_scale.repeat_interleave(128, 0)[:192]
+    sums = [(x[:, part].double() @ weight[:, part].double().t()).float() for part in HALVES]
+    left, right = ((x_scale[:, i, None], columns[None, :, i]) for i in (0, 1))
+    terms = sums[0] * (left[0] * left[1]), sums[1] * (right[0] * right[1])
+    assert_bitwise_equal(y, terms[0] + terms[1])
+    apart = sums[0] * left[0] * left[1] + sums[1] * right[0] * right[1]
+    assert not bitwise_equal(y, apart), "scales one after the other show"
+    fused = (terms[0].double() + sums[1].double() * (right[0] * right[1]).double()).float()
+    assert not bitwise_equal(y, fused), "a product joined to the sum shows"
 
 
 def reversed_blocks(x: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:

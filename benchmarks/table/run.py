@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from benchmarks.common.record import ROOT
 from benchmarks.common.rows import Row, read_rows
 from benchmarks.rollout.variants import OURS
 from benchmarks.rollout.works import WORKS, Work
+from benchmarks.train.aims import MEMORY_AIM, TIME_AIM
 from consistent_kernels.errors import ConsistencyError, invalid
 from vllm_consistent.cli import exit_codes
 
@@ -52,11 +54,15 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _source(rows: Sequence[Row]) -> str:
-    """One line: where the rows come from, each combination once."""
-    sources = dict.fromkeys(
-        (row["hardware"], _version(row), _commit(row["commit"])) for row in rows
+    """One line: where the rows come from, each machine with its versions and commits once."""
+    sources: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        commits = sources.setdefault((row["hardware"], _version(row)), {})
+        commits[_commit(row["commit"])] = None
+    return "; ".join(
+        f"{where}, {version}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+        for (where, version), commits in sources.items()
     )
-    return "; ".join(f"{where}, {version}, commit {commit}" for where, version, commit in sources)
 
 
 def _commit(text: str) -> str:
@@ -75,23 +81,50 @@ def _number(value: float, unit: str) -> str:
     return f"{value:,.0f}" if unit == "tokens/s" and value >= 1000 else f"{value:,.3g}"
 
 
-def _aim(work: Work) -> str:
-    if work.aim is None:
+SLACK = 0.02
+"""How far an interval may go beyond the aim of its median."""
+
+LEGEND = (
+    f"An aim is met where the median reaches it and the interval ends at most {SLACK} beyond it. "
+    "`consistent` and `triton` are reported only with 0 differing log-probs, against the engine's "
+    "own score and the trainer's; `batch_invariant` is vLLM's, with what its own score differs in."
+)
+
+
+def _aim(row: Row, aims: dict[str, Work]) -> str:
+    """The aim of our row and whether it is met; "" where none was set."""
+    work = aims.get(row["work"])
+    if work is None or work.aim is None or row["variant"] != OURS:
         return ""
-    return f"{'at most' if work.lower_is_better else 'at least'} {work.aim}"
+    if work.lower_is_better:
+        text, sign, end = f"at most {work.aim}", -1, row["ratio_high"]
+    else:
+        text, sign, end = f"at least {work.aim}", 1, row["ratio_low"]
+    if sign * row["ratio_to_stock"] < sign * work.aim:
+        return f"{text}: not met"
+    if sign * end < sign * work.aim - SLACK:
+        return f"{text}: by the median alone"
+    return f"{text}: met"
+
+
+def _named(row: Row) -> str:
+    """The work, and what the engines were told beside their usual arguments."""
+    told = row.get("engine_args") or {}
+    further = "".join(f", {name}={json.dumps(value)}" for name, value in told.items())
+    return row["work"] + further
 
 
 def _rollout(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     order = {work.name: index for index, work in enumerate(WORKS)}
-    aims = {work.name: _aim(work) for work in WORKS}
+    works = {work.name: work for work in WORKS}
     lines = [
         [
-            row["work"],
+            _named(row),
             row["variant"],
             f"{row['ratio_to_stock']:.3f}",
-            aims.get(row["work"], "") if row["variant"] == OURS else "",
+            _aim(row, works),
             f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}",
             f"{_number(row['ours'], row['unit'])} {row['unit']}",
             f"{_number(row['stock'], row['unit'])} {row['unit']}",
@@ -101,8 +134,8 @@ def _rollout(rows: Sequence[Row]) -> str:
             rows, key=lambda row: (order.get(row["work"], len(order)), row["variant"])
         )
     ]
-    header = ("rollout", "engine", "ratio", "aim", "95%", "engine", "stock", "differing log-probs")
-    return _markdown(header, lines) + f"\n{_source(rows)}.\n"
+    header = ("rollout", "engine", "ratio", "aim", "95%", "its", "stock's", "differing log-probs")
+    return _markdown(header, lines) + f"\n{LEGEND}\n\n{_source(rows)}.\n"
 
 
 def _train(rows: Sequence[Row]) -> str:
@@ -120,7 +153,15 @@ def _train(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    header = ("training", "stock with", "time ratio", "95%", "ours", "stock", "memory ratio")
+    header = (
+        "training",
+        "stock with",
+        f"time ratio, aim {TIME_AIM:.2f}",
+        "95%",
+        "ours",
+        "stock's",
+        f"memory ratio, aim {MEMORY_AIM:.2f}",
+    )
     return _markdown(header, lines) + f"\n{_source(rows)}.\n"
 
 

@@ -57,9 +57,42 @@ def test_rollout_rows_stand_in_the_order_of_the_works(tmp_path: Path) -> None:
     assert WORKS[0].name in lines[2]
     assert "| 0.800 |  |" in lines[2], "an aim is ours alone"
     assert WORKS[2].name in lines[3]
-    assert "| 0.991 | at least 0.95 |" in lines[3]
+    assert "| 0.991 | at least 0.95: met |" in lines[3]
     assert "| 13,246 tokens/s | 13,367 tokens/s | 0 of 16,384 |" in lines[3]
     assert lines[-1] == "NVIDIA H200, vllm 0.25.1, torch 2.11.0, commit 0123456789."
+
+
+@pytest.mark.parametrize(
+    ("work", "ratio", "low", "high", "text"),
+    [
+        (0, 0.98, 0.96, 1.2, "at least 0.98: met"),
+        (0, 0.98, 0.959, 1.2, "at least 0.98: by the median alone"),
+        (0, 0.979, 0.97, 1.2, "at least 0.98: not met"),
+        (3, 1.05, 0.9, 1.07, "at most 1.05: met"),
+        (3, 1.05, 0.9, 1.071, "at most 1.05: by the median alone"),
+        (3, 1.051, 0.9, 1.06, "at most 1.05: not met"),
+    ],
+)
+def test_an_aim_says_whether_it_is_met(
+    tmp_path: Path, work: int, ratio: float, low: float, high: float, text: str
+) -> None:
+    fields = {"ratio_to_stock": ratio, "ratio_low": low, "ratio_high": high}
+    write(tmp_path, "rollout_h200.json", [rollout_row(WORKS[work].name, **fields)])
+    assert f"| {text} |" in run.block(tmp_path)
+
+
+def test_further_engine_arguments_show(tmp_path: Path) -> None:
+    rows = [rollout_row("w", engine_args={"max_num_batched_tokens": 8192})]
+    write(tmp_path, "rollout_h200.json", rows)
+    assert "| w, max_num_batched_tokens=8192 | consistent |" in run.block(tmp_path)
+
+
+def test_commits_of_one_machine_stand_together(tmp_path: Path) -> None:
+    rows = [rollout_row(name, commit=name * 12) for name in "aba"]
+    write(tmp_path, "rollout_h200.json", [*rows, rollout_row("c", hardware="NVIDIA B200")])
+    line = run.block(tmp_path).splitlines()[-1]
+    first = f"NVIDIA H200, vllm 0.25.1, torch 2.11.0, commits {'a' * 10}, {'b' * 10}; "
+    assert line == f"{first}NVIDIA B200, vllm 0.25.1, torch 2.11.0, commit 0123456789."
 
 
 def test_a_changed_tree_shows(tmp_path: Path) -> None:

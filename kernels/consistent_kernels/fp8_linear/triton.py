@@ -85,9 +85,11 @@ def fp8_gemm_fwd(
     y = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     if not rows:
         return y
+    # Before its strides are read: a copy of strided scales has others.
+    x_scale = aligned(x_scale)
     _fp8_gemm_fwd_kernel[(triton.cdiv(rows, TILE_M) * triton.cdiv(columns, TILE_N),)](
         aligned(x),
-        aligned(x_scale),
+        x_scale,
         aligned(weight),
         aligned(weight_scale),
         y,

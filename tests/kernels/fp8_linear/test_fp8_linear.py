@@ -303,6 +303,23 @@ def test_fp8_gemm_rounds_where_the_spec_says(impl_device: tuple[str, str]) -> No
     assert not bitwise_equal(y, fused), "a product joined to the sum shows"
 
 
+def test_fp8_gemm_takes_scales_of_any_strides(impl_device: tuple[str, str]) -> None:
+    impl, device = impl_device
+    weight = weights(192, 512, impl, device)
+    x = hazard_activations((33, 512), seed=25, device=device)
+    values, scale = quantize_rows(x, scale_format="fp32", impl=quantization_of(impl))
+    options = {"scale_format": "fp32", "impl": impl}
+    expected = fp8_gemm(values, scale, *weight, **options)
+    for offset in (0, 1):
+        # NaN between the scales; offset 1 is off a 16-byte boundary.
+        rows = torch.full((33, 8), float("nan"), device=device)
+        columns = torch.full((8, 35), float("nan"), device=device)
+        rows[:, offset : offset + 4] = scale
+        columns[:4, offset : offset + 33] = scale.t()
+        for strided in (rows[:, offset : offset + 4], columns[:4, offset : offset + 33].t()):
+            assert_bitwise_equal(fp8_gemm(values, strided, *weight, **options), expected)
+
+
 def reversed_blocks(x: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:
     """The same layer with K's blocks in descending order: another order of additions."""
     inner = x.shape[1]

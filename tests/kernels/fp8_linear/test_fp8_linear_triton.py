@@ -48,7 +48,7 @@ import torch
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.fp8_linear.triton import fp8_gemm_fwd
 from consistent_kernels.quantization import quantize_rows, quantize_weight
-from consistent_kernels.testing import hazard_activations
+from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 
 interpreted_fp8.install()
 for columns, inner in ((192, 384), (80, 200)):
@@ -60,6 +60,11 @@ for columns, inner in ((192, 384), (80, 200)):
         hazard_activations((columns, inner), seed=2), scale_format="fp32", impl="reference"
     )
     actual = fp8_gemm_fwd(*x, *weight, torch.float32)
+    # Scales of a row apart, and off a 16-byte boundary: the launcher's copy has other strides.
+    wide = torch.full((70, 8), float("nan"))
+    wide[:, 1 : 1 + x[1].shape[1]] = x[1]
+    apart = fp8_gemm_fwd(x[0], wide[:, 1 : 1 + x[1].shape[1]], *weight, torch.float32)
+    assert_bitwise_equal(apart, actual)
     expected = fp8_gemm_ref(*x, *weight, torch.float32)
     spread = x[1].double().repeat_interleave(128, 1)[:, :inner]
     w_spread = weight[1].double().repeat_interleave(128, 0).repeat_interleave(128, 1)

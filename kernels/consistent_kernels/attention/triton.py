@@ -24,7 +24,6 @@ from consistent_kernels.attention.spec import (
     query_slots,
 )
 from consistent_kernels.errors import UnsupportedError, invalid
-from consistent_kernels.triton_launch import launch
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NO_WINDOW = 1 << 30
@@ -435,13 +434,8 @@ def write_kv_fwd(
     width = k.shape[1] * k.shape[2]
     if k.shape[0]:
         slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.long()
-        launch(
-            _write_kv_kernel,
-            (k.shape[0],),
-            (
-                *(k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0)),
-                *(k_cache.shape[1], k_cache.stride(0), v_cache.stride(0)),
-            ),
-            {"WIDTH": width, "BLOCK": 1 << (width - 1).bit_length()},
-            num_warps=4,
-        )
+        _write_kv_kernel[(k.shape[0],)](
+            k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0),
+            k_cache.shape[1], k_cache.stride(0), v_cache.stride(0),
+            WIDTH=width, BLOCK=1 << (width - 1).bit_length(), num_warps=4,
+        )  # fmt: skip

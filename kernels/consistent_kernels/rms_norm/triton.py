@@ -8,7 +8,6 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.rms_norm.spec import LANES, num_warps
-from consistent_kernels.triton_launch import launch
 from consistent_kernels.triton_tree import halving_tree_sum_by_pairs
 
 
@@ -84,25 +83,19 @@ def rms_norm_fwd(
     y = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if residual is not None else None
     if rows:
-        launch(
-            _rms_norm_fwd_kernel,
-            (rows,),
-            (
-                x,
-                residual if residual is not None else x,
-                weight,
-                y,
-                total if total is not None else y,
-                x.stride(0),
-                residual.stride(0) if residual is not None else x.stride(0),
-                eps,
-            ),
-            {
-                "H": size,
-                "LANES": lanes,
-                "LEVELS": lanes.bit_length() - 1,
-                "HAS_RESIDUAL": residual is not None,
-            },
+        _rms_norm_fwd_kernel[(rows,)](
+            x,
+            residual if residual is not None else x,
+            weight,
+            y,
+            total if total is not None else y,
+            x.stride(0),
+            residual.stride(0) if residual is not None else x.stride(0),
+            eps,
+            H=size,
+            LANES=lanes,
+            LEVELS=lanes.bit_length() - 1,
+            HAS_RESIDUAL=residual is not None,
             num_warps=num_warps(size),
             # A product folded into a sum would round differently with and without a residual.
             enable_fp_fusion=False,

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.rotary.spec import HEADS_PER_PROGRAM, NUM_WARPS
-from consistent_kernels.triton_launch import launch
 from consistent_kernels.triton_tree import halving_tree_columns
 
 
@@ -115,35 +114,29 @@ def rotary_fwd(
     block_half = 1 << (half - 1).bit_length()
     if tokens:
         blocks = sum(-(-heads // HEADS_PER_PROGRAM) for heads in (q_heads, k_heads))
-        launch(
-            _rotary_fwd_kernel,
-            (tokens, blocks),
-            (
-                positions.contiguous(),
-                q_rows,
-                k_rows,
-                aligned(q_weight.contiguous()),
-                aligned(k_weight.contiguous()),
-                cos_table,
-                sin_table,
-                q_out,
-                k_out,
-                q_rows.stride(0),
-                k_rows.stride(0),
-                cos_table.shape[0],
-                eps,
-            ),
-            {
-                "Q_HEADS": q_heads,
-                "K_HEADS": k_heads,
-                "D": head_dim,
-                "HALF": half,
-                "HAS_NORM": norm is not None,
-                "HEADS": HEADS_PER_PROGRAM,
-                "BLOCK_HALF": block_half,
-                "BLOCK_REST": 1 << (max(1, head_dim - 2 * half) - 1).bit_length(),
-                "LEVELS": block_half.bit_length() - 1,
-            },
+        _rotary_fwd_kernel[(tokens, blocks)](
+            positions.contiguous(),
+            q_rows,
+            k_rows,
+            aligned(q_weight.contiguous()),
+            aligned(k_weight.contiguous()),
+            cos_table,
+            sin_table,
+            q_out,
+            k_out,
+            q_rows.stride(0),
+            k_rows.stride(0),
+            cos_table.shape[0],
+            eps,
+            Q_HEADS=q_heads,
+            K_HEADS=k_heads,
+            D=head_dim,
+            HALF=half,
+            HAS_NORM=norm is not None,
+            HEADS=HEADS_PER_PROGRAM,
+            BLOCK_HALF=block_half,
+            BLOCK_REST=1 << (max(1, head_dim - 2 * half) - 1).bit_length(),
+            LEVELS=block_half.bit_length() - 1,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from consistent_kernels.alignment import aligned_rows
 from consistent_kernels.silu_and_mul.spec import BLOCK, NUM_WARPS
-from consistent_kernels.triton_launch import launch
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
@@ -37,11 +36,7 @@ def silu_and_mul_fwd(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = aligned_rows(gate), aligned_rows(up)
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if rows:
-        launch(
-            _silu_and_mul_fwd_kernel,
-            (rows, -(-columns // BLOCK)),
-            (gate, up, y, gate.stride(0), up.stride(0), columns),
-            {"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
+        _silu_and_mul_fwd_kernel[(rows, -(-columns // BLOCK))](
+            gate, up, y, gate.stride(0), up.stride(0), columns, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
     return y

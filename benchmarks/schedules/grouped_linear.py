@@ -16,8 +16,7 @@ from benchmarks.schedules.group import Group
 from consistent_kernels.deep_gemm_start import cancel_halves, prepare
 from consistent_kernels.errors import ConsistencyError
 from consistent_kernels.grouped_linear import grouped_linear
-from consistent_kernels.grouped_linear.spec import BASE_TILE
-from consistent_kernels.grouped_linear.triton_tma import TmaTile
+from consistent_kernels.grouped_linear.spec import BASE_TILE, TmaTile
 from consistent_kernels.linear.schedule import TritonTile
 
 Run = Callable[[slice], torch.Tensor]
@@ -113,7 +112,7 @@ def variants(
         return {"reference": functools.partial(_public, x, weight, "reference")}, "reference"
     from consistent_kernels.grouped_linear.triton import tile_for
 
-    tile = tile_for(x)
+    tile = tile_for(x, weight)
     tiles = dict.fromkeys((tile, BASE_TILE, *TILES[name], *TMA_TILES[name]))
     runs = {str(tile): functools.partial(_tiled, x, weight, tile) for tile in tiles}
     if served:
@@ -126,10 +125,9 @@ def _public(x: torch.Tensor, weight: torch.Tensor, impl: str, rows: slice) -> to
 
 
 def _tiled(x: torch.Tensor, weight: torch.Tensor, tile: TritonTile, rows: slice) -> torch.Tensor:
-    from consistent_kernels.grouped_linear import triton, triton_tma
+    from consistent_kernels.grouped_linear.triton import launch
 
-    program = triton_tma if isinstance(tile, TmaTile) else triton
-    return program.launch(x[rows], weight, tile)
+    return launch(x[rows], weight, tile)
 
 
 def _compile(operands: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]:

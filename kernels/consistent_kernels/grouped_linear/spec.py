@@ -20,7 +20,17 @@ SPEC = OpSpec(
 BASE_TILE = TritonTile(64, 64, 64, 4, 3)
 """The Triton program. Another tile runs only where a probe found the bits of this one."""
 
-TILES_BY_ROWS = (
+
+@dataclasses.dataclass(frozen=True)
+class TmaTile(TritonTile):
+    """A launch configuration of `triton_tma.py`; `resident` programs share a multiprocessor."""
+
+    resident: int = 1
+
+
+TilesByRows = tuple[tuple[int, TritonTile], ...]
+
+TILES_BY_ROWS: TilesByRows = (
     (64, TritonTile(64, 64, 128, 4, 4)),
     (0, TritonTile(128, 128, 64, 8, 4)),
 )
@@ -29,10 +39,28 @@ TILES_BY_ROWS = (
 Few rows: each program keeps 48 KB of weights on their way. More: fewer programs read a weight.
 """
 
+TILES_BY_INNER: tuple[tuple[int, TilesByRows], ...] = ()
+"""(K up to which they are used, tiles by rows), ascending, before TILES_BY_ROWS serves the rest."""
+
+
+def tiles_of(columns: int, inner: int, has_tma: bool) -> TilesByRows:
+    """Return the tiles by rows of a layer [G, N, K], a property of the layer and the device."""
+    for limit, tiles in TILES_BY_INNER:
+        if inner <= limit and all(_serves(tile, columns, inner, has_tma) for _, tile in tiles):
+            return tiles
+    return TILES_BY_ROWS
+
+
+def _serves(tile: TritonTile, columns: int, inner: int, has_tma: bool) -> bool:
+    if not isinstance(tile, TmaTile):
+        return True
+    return has_tma and columns % tile.block_n == 0 and inner % tile.block_k == 0
+
+
 _FILES = {
     "reference": ("api.py",),
-    "triton": ("triton.py",),
-    "deep_gemm": ("deep_gemm.py", "triton.py"),
+    "triton": ("triton.py", "triton_tma.py"),
+    "deep_gemm": ("deep_gemm.py", "triton.py", "triton_tma.py"),
 }
 _SHARED = {
     "reference": ("linear/reference.py", "linear/tiles.py"),

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned
-from consistent_kernels.grouped_linear.spec import BASE_TILE, TILES_BY_ROWS
+from consistent_kernels.grouped_linear import triton_tma
+from consistent_kernels.grouped_linear.spec import BASE_TILE, TmaTile, tiles_of
 from consistent_kernels.linear.probe import probe_inputs
 from consistent_kernels.linear.schedule import TritonTile
 
-_PROBED_ROWS, _PROBED_COLUMNS = 192, 192
+_PROBED_ROWS, _PROBED_COLUMNS = 192, 256
+"""Columns: whole tiles of any width, as a `TmaTile` wants them."""
 
 
 # The launcher aligns every argument that Triton specializes on: it always specializes alike.
@@ -55,15 +57,15 @@ def _grouped_linear_fwd_kernel(
 
 @functools.cache
 def tiles_with_equal_bits(
-    inner: int, dtype: torch.dtype, device: torch.device
+    columns: int, inner: int, dtype: torch.dtype, device: torch.device
 ) -> frozenset[TritonTile]:
-    """Return the tiles that give the base tile's bytes for this K; cached.
+    """Return the tiles of layers [G, N, K] that give the base tile's bytes; cached.
 
     Inputs whose products cancel: what is left is the error of the additions, so another order
     shows even after the rounding. Elements of four bytes run the base tile alone.
 
     Args:
-        inner: K; the binary depends on it.
+        columns, inner: N and K, which name the tiles; the binary depends on K.
         dtype: of x and weight.
         device: a CUDA device.
     """
@@ -73,21 +75,30 @@ def tiles_with_equal_bits(
         x, weight = (torch.stack((part, part.flip(0))).to(device) for part in inputs)
         x = x.transpose(0, 1).contiguous()
         expected = launch(x, weight, BASE_TILE)
-        for _, tile in TILES_BY_ROWS:
+        for _, tile in tiles_of(columns, inner, _has_tma(device)):
             if torch.equal(launch(x, weight, tile), expected):
                 equal.add(tile)
     return frozenset(equal)
 
 
-def tile_for(x: torch.Tensor) -> TritonTile:
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def tile_for(x: torch.Tensor, weight: torch.Tensor) -> TritonTile:
     """Return the tile for x [M, G, K]: it follows M only among tiles of equal bits."""
-    rows, _, inner = x.shape
-    tile = next(tile for limit, tile in TILES_BY_ROWS if rows <= limit or limit == 0)
-    return tile if tile in tiles_with_equal_bits(inner, x.dtype, x.device) else BASE_TILE
+    rows, (_, columns, inner) = x.shape[0], weight.shape
+    tiles = tiles_of(columns, inner, _has_tma(x.device))
+    tile = next(tile for limit, tile in tiles if rows <= limit or limit == 0)
+    equal = tiles_with_equal_bits(columns, inner, x.dtype, x.device)
+    return tile if tile in equal else BASE_TILE
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, tile: TritonTile) -> torch.Tensor:
     """Return x W^T [M, G, N] by the given tile; see `grouped_linear_fwd`."""
+    if isinstance(tile, TmaTile):
+        return triton_tma.launch(x, weight, tile)
     rows, groups, inner = x.shape
     columns = weight.shape[1]
     strided = x.stride(2) == 1 and x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0
@@ -107,4 +118,4 @@ def launch(x: torch.Tensor, weight: torch.Tensor, tile: TritonTile) -> torch.Ten
 
 def grouped_linear_fwd(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Launch the kernel: x [M, G, K], weight [G, N, K] contiguous; returns [M, G, N]."""
-    return launch(x, weight, tile_for(x))
+    return launch(x, weight, tile_for(x, weight))

@@ -2,13 +2,12 @@
 
 The sums are those of `triton.py`: K ascending in the steps of the MMA instruction, one fp32
 accumulator an element. What differs is the way of the bytes: with few columns in (V3.2's k_up has
-two steps of K) a tile of the other kernel spends its time on starting and ending. Nothing chooses
-it yet: no GPU has run it. `benchmarks/schedules/grouped_linear.py` times it and compares its bits.
+two steps of K) a tile of the other kernel spends its time on starting and ending. It runs where
+`spec.TILES_BY_INNER` names a `TmaTile`, and the probe has found the base tile's bits.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
@@ -18,14 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from consistent_kernels.alignment import aligned
 from consistent_kernels.errors import invalid
-from consistent_kernels.linear.schedule import TritonTile
-
-
-@dataclasses.dataclass(frozen=True)
-class TmaTile(TritonTile):
-    """A launch configuration; `resident` programs share a multiprocessor."""
-
-    resident: int = 1
+from consistent_kernels.grouped_linear.spec import TmaTile
 
 
 @triton.jit(do_not_specialize=["M", "group_stride"])

@@ -7,8 +7,8 @@ import torch
 from interpreted import output_interpreted
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
-from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd
-from consistent_kernels.grouped_linear.spec import BASE_TILE, TILES_BY_ROWS
+from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd, spec
+from consistent_kernels.grouped_linear.spec import BASE_TILE, TILES_BY_ROWS, TmaTile, tiles_of
 from consistent_kernels.linear.probe import probe_inputs
 from consistent_kernels.linear.schedule import TritonTile
 from consistent_kernels.testing import (
@@ -134,24 +134,46 @@ def test_grouped_linear_function_rounds_the_master() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="tiles are of the CUDA program")
-@pytest.mark.parametrize("inner", [128, 208, 512, 4096])
-def test_grouped_linear_tiles_have_equal_bits(inner: int) -> None:
+@pytest.mark.parametrize(("columns", "inner"), [(512, 128), (80, 208), (128, 512), (1024, 4096)])
+def test_grouped_linear_tiles_have_equal_bits(columns: int, inner: int) -> None:
     """Where this fails the base tile serves all rows: right, but slower."""
-    from consistent_kernels.grouped_linear.triton import tiles_with_equal_bits
+    from consistent_kernels.grouped_linear.triton import _has_tma, tiles_with_equal_bits
 
     device = torch.device("cuda", torch.cuda.current_device())
-    assert tiles_with_equal_bits(inner, torch.bfloat16, device) == {BASE_TILE, *TILES}
-    assert tiles_with_equal_bits(inner, torch.float32, device) == {BASE_TILE}
+    tiles = {tile for _, tile in tiles_of(columns, inner, _has_tma(device))}
+    assert tiles_with_equal_bits(columns, inner, torch.bfloat16, device) == {BASE_TILE, *tiles}
+    assert tiles_with_equal_bits(columns, inner, torch.float32, device) == {BASE_TILE}
 
 
 def test_grouped_linear_takes_a_probed_tile_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from consistent_kernels.grouped_linear import triton as program
 
-    few, many = (torch.zeros(rows, 2, 128, dtype=torch.bfloat16) for rows in (64, 65))
+    few, many = (torch.zeros(rows, 2, 4096, dtype=torch.bfloat16) for rows in (64, 65))
+    weight = torch.zeros(2, 80, 4096, dtype=torch.bfloat16)
     monkeypatch.setattr(program, "tiles_with_equal_bits", lambda *args: {BASE_TILE, *TILES})
-    assert [program.tile_for(x) for x in (few, many)] == TILES
+    assert [program.tile_for(x, weight) for x in (few, many)] == TILES
     monkeypatch.setattr(program, "tiles_with_equal_bits", lambda *args: {BASE_TILE, TILES[0]})
-    assert [program.tile_for(x) for x in (few, many)] == [TILES[0], BASE_TILE]
+    assert [program.tile_for(x, weight) for x in (few, many)] == [TILES[0], BASE_TILE]
+
+
+def test_grouped_linear_tiles_are_a_property_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    short: spec.TilesByRows = ((64, TmaTile(64, 64, 64, 4, 4)), (0, TmaTile(128, 128, 64, 8, 3)))
+    longer: spec.TilesByRows = ((0, TritonTile(64, 128, 64, 4, 3)),)
+    monkeypatch.setattr(spec, "TILES_BY_INNER", ((128, short), (512, longer)))
+    assert tiles_of(512, 128, True) == short
+    assert tiles_of(512, 128, False) == longer  # no TMA
+    assert tiles_of(64, 128, True) == longer  # one of the tiles does not fit the columns
+    assert tiles_of(512, 96, True) == longer  # nor the steps of K
+    assert tiles_of(512, 512, True) == longer
+    assert tiles_of(512, 513, True) == spec.TILES_BY_ROWS
+
+
+def test_grouped_linear_tiles_serve_any_rows_and_fit_the_probe() -> None:
+    for _, tiles in (*spec.TILES_BY_INNER, (0, spec.TILES_BY_ROWS)):
+        limits = [limit for limit, _ in tiles]
+        assert limits[-1] == 0
+        assert limits[:-1] == sorted(limits[:-1])
+        assert all(256 % tile.block_n == 0 for _, tile in tiles)
 
 
 INTERPRETED = """

@@ -6,7 +6,8 @@ import pytest
 import torch
 from interpreted import output_interpreted
 
-from consistent_kernels.grouped_linear.triton_tma import TmaTile, fits
+from consistent_kernels.grouped_linear.spec import TmaTile
+from consistent_kernels.grouped_linear.triton_tma import fits
 from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
@@ -14,7 +15,8 @@ TILES = [TmaTile(128, 128, 128, 8, 2), TmaTile(64, 128, 64, 4, 3, resident=2)]
 
 INTERPRETED = """
 import torch
-from consistent_kernels.grouped_linear.triton_tma import TmaTile, launch
+from consistent_kernels.grouped_linear.spec import TmaTile
+from consistent_kernels.grouped_linear.triton_tma import launch
 from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 
 # fp16: the interpreter multiplies bf16 as the integers that hold it.

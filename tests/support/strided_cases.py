@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from consistent_kernels.blocks.layer_norm import index_layer_norm
 from consistent_kernels.compressor import (
     CompressorParameters,
     compress,
     compress_to_cache,
     write_compressor_state,
 )
-from consistent_kernels.hyper_connections import hc_head, hc_pre
-from consistent_kernels.indexer import indexer_scores, indexer_scores_paged
+from consistent_kernels.grouped_linear import grouped_linear
+from consistent_kernels.hyper_connections import hc_head, hc_post, hc_pre
+from consistent_kernels.indexer import indexer_scores, indexer_scores_paged, quantize_indexer_q
 from consistent_kernels.interleaved_rotary import interleaved_rotary, interleaved_rotary_
 from consistent_kernels.kv_cache_fp8 import INDEXER, gather_kv_fp8, new_cache, write_kv_fp8
 from consistent_kernels.linear import linear
@@ -44,12 +46,14 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 def misread(x: torch.Tensor) -> torch.Tensor:
     """What a kernel finds that takes `strided(x)` for packed."""
-    return strided(x).as_strided(x.shape, x.stride()).clone()
+    return strided(x).as_strided(x.shape, x.contiguous().stride()).clone()
 
 
-def calls(device: str, impl: str = "triton") -> dict[str, Callable[[Place], torch.Tensor]]:
+def calls(
+    device: str, impl: str = "triton", seed: int = 1
+) -> dict[str, Callable[[Place], torch.Tensor]]:
     """Return {what is moved: call}; each call gives the bytes to be compared."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
@@ -67,6 +71,7 @@ def calls(device: str, impl: str = "triton") -> dict[str, Callable[[Place], torc
     q, keys, grad = normal(2, 3, 32).half(), normal(9, 32).half(), normal(2, 3, 16).half()
     named, sinks = torch.stack((ints(0, 3, 8), ints(2, -1, 1))), normal(3)
     x, fn, scale, base = normal(3, 4, 32).bfloat16(), normal(24, 128) * 0.05, normal(3), normal(24)
+    comb, y = normal(3, 4, 4), normal(3, 32).bfloat16()
     none = torch.zeros_like(fn)  # the interpreter's bf16 products are wrong, and would hide base
     table = torch.stack((ints(0, 1), ints(2, 3)))
     entry = {"rope": ROPE, "params": WINDOW, **run}
@@ -114,7 +119,14 @@ def calls(device: str, impl: str = "triton") -> dict[str, Callable[[Place], torc
     def turn_in_place(at: Place) -> torch.Tensor:
         return interleaved_rotary_(at(ints(3, 70, 9)), heads.clone(), rope=ROPE, **run)
 
+    def quantize(at: Place) -> torch.Tensor:
+        q8, folded = quantize_indexer_q(
+            at(heads.bfloat16()), at(head_weights[:, :2]), softmax_scale=0.1, head_scale=0.3, **run
+        )
+        return torch.cat((q8.float().flatten(), folded.flatten()))
+
     positions = ints(3, 70, 9)
+    matrix = keys if impl == "triton" else keys.float()
     return {
         "sparse_topk starts": lambda at: sparse_topk(
             scores, at(ints(0, 5, 9)), ints(90, 99, 80), 8, **run
@@ -127,7 +139,7 @@ def calls(device: str, impl: str = "triton") -> dict[str, Callable[[Place], torc
         ),
         "interleaved_rotary_ positions": turn_in_place,
         "rotary positions": lambda at: rotary(at(positions), heads, heads, rope=ROPE, **run)[0],
-        "linear bias": lambda at: linear(q[0], keys, at(sinks.repeat(3).half()), **run),
+        "linear bias": lambda at: linear(q[0], matrix, at(sinks.repeat(3).half()), **run),
         "rms_norm weight": lambda at: rms_norm(heads[0], at(weight), 1e-6, **run),
         "write_kv_fp8 slots": lambda at: write(at(ints(3, 40, 9))),
         "gather_kv_fp8 requests": lambda at: gather(at(ints(1, 1)), starts=ints(5, 30)),
@@ -143,6 +155,10 @@ def calls(device: str, impl: str = "triton") -> dict[str, Callable[[Place], torc
         "indexer_scores_paged lens": lambda at: score_pages(ints(0, 1, 1), at(ints(32, 20, 9))),
         "sparse_attention sinks": attend,
         "sparse_attention_bwd all": attend_back,
+        "quantize_indexer_q q": quantize,
+        "grouped_linear x": lambda at: grouped_linear(at(q), keys[:6].view(3, 2, 32), **run),
+        "index_layer_norm x": lambda at: index_layer_norm(at(heads[0]), weight, ones, 1e-6),
+        "hc_post y": lambda at: hc_post(at(y), x, scale[:, None].expand(3, 4), comb, **run),
         "hc_pre scale": lambda at: torch.cat(
             [
                 part.float().flatten()

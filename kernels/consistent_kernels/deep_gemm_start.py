@@ -75,16 +75,25 @@ class Shape(Protocol):
 _passed: set[tuple[Shape, torch.device]] = set()
 
 
-def cancel_halves(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Let the second half of K cancel the first in exact arithmetic, in place.
+def fill_operands(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Fill the operands of a probe with values whose products show the order of their additions.
 
-    What is left of a product is the error of its additions, so their order shows even after a
-    rounding to bf16, which hides it in all but one of some 10,000 ordinary results.
+    The second half of K cancels the first in exact arithmetic: what is left of a product is the
+    error of its additions, so their order shows even after a rounding to bf16, which hides it in
+    all but one of some 10,000 ordinary results.
 
     Args:
-        x: [M, K]; weight: [N, K] or [E, N, K].
+        x: [M, ..., K]; weight: [..., N, K]; bf16.
     """
-    half = x.shape[-1] // 2
+    columns, inner = weight.shape[-2:]
+    generator = torch.Generator(x.device).manual_seed(columns * 131 + inner)
+    values = torch.randn(x.shape, device=x.device, generator=generator, dtype=torch.float32)
+    # Magnitudes over several powers of two: additions of equal ones would often be exact.
+    powers = torch.exp2(torch.arange(x.shape[0], device=x.device) % 7 - 3)
+    values *= powers.view(-1, *[1] * (x.dim() - 1))
+    x.copy_(values)
+    weight.normal_(0, 0.05, generator=generator)
+    half = inner // 2
     x[..., half : 2 * half] = x[..., :half].flip(-1)
     weight[..., half : 2 * half] = -weight[..., :half].flip(-1)
 

@@ -10,8 +10,8 @@ import torch
 
 from consistent_kernels.deep_gemm_start import (
     LARGEST_ROWS,
-    cancel_halves,
     check_rows,
+    fill_operands,
     has_passed,
 )
 from consistent_kernels.experts.deep_gemm_grouped import grouped_gemm, is_masked, is_served
@@ -40,9 +40,9 @@ class GroupedGemmShape:
     def operands(
         self, rows: int, device: torch.device, *, blank: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Return x [rows, K], weight [E, N, K], ids [rows, 1]; uninitialized where `blank`.
+        """Return x [rows, K], weight [E, N, K] (`fill_operands`), ids [rows, 1].
 
-        The halves of K cancel (`cancel_halves`).
+        x and weight are uninitialized where `blank`.
         """
         index = torch.arange(rows, dtype=torch.int32, device=device)
         # Every other row goes to the first quarter of the experts: counts are uneven.
@@ -51,15 +51,9 @@ class GroupedGemmShape:
         weight = torch.empty(
             (self.experts, self.columns, self.inner), dtype=torch.bfloat16, device=device
         )
-        if blank:
-            return weight.new_empty((rows, self.inner)), weight, ids
-        # Magnitudes over several powers of two: additions of equal ones would often be exact.
-        generator = torch.Generator(device).manual_seed(self.columns * 131 + self.inner)
-        x = torch.randn((rows, self.inner), device=device, generator=generator, dtype=torch.float32)
-        x *= torch.exp2(index[:, None] % 7 - 3)
-        weight.normal_(0, 0.05, generator=generator)
-        x = x.bfloat16()
-        cancel_halves(x, weight)
+        x = weight.new_empty((rows, self.inner))
+        if not blank:
+            fill_operands(x, weight)
         return x, weight, ids
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:

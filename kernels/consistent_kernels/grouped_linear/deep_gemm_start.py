@@ -10,8 +10,8 @@ import torch
 
 from consistent_kernels.deep_gemm_start import (
     LARGEST_ROWS,
-    cancel_halves,
     check_rows,
+    fill_operands,
     has_passed,
 )
 from consistent_kernels.grouped_linear.deep_gemm import grouped_gemm, is_served
@@ -37,20 +37,13 @@ class GroupedShape:
     def operands(
         self, rows: int, device: torch.device, *, blank: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x [rows, G, K], weight [G, N, K] (`cancel_halves`); any numbers where `blank`."""
+        """Return x [rows, G, K], weight [G, N, K] (`fill_operands`); any numbers where `blank`."""
         weight = torch.empty(
             (self.groups, self.columns, self.inner), dtype=torch.bfloat16, device=device
         )
-        shape = (rows, self.groups, self.inner)
-        if blank:
-            return weight.new_empty(shape), weight
-        # Magnitudes over several powers of two: additions of equal ones would often be exact.
-        generator = torch.Generator(device).manual_seed(self.columns * 131 + self.inner)
-        x = torch.randn(shape, device=device, generator=generator, dtype=torch.float32)
-        x *= torch.exp2(torch.arange(rows, device=device)[:, None, None] % 7 - 3)
-        weight.normal_(0, 0.05, generator=generator)
-        x = x.bfloat16()
-        cancel_halves(x, weight)
+        x = weight.new_empty((rows, self.groups, self.inner))
+        if not blank:
+            fill_operands(x, weight)
         return x, weight
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:

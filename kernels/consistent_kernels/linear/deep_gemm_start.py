@@ -11,8 +11,8 @@ from consistent_kernels import deep_gemm_start
 from consistent_kernels.deep_gemm_start import (
     LARGEST_ROWS,
     Shape,
-    cancel_halves,
     check_rows,
+    fill_operands,
     probed_rows,
 )
 from consistent_kernels.linear.deep_gemm import gemm, is_served
@@ -47,17 +47,11 @@ class GemmShape:
     def operands(
         self, rows: int, device: torch.device, *, blank: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x [rows, K], weight [N, K] (`cancel_halves`); uninitialized where `blank`."""
+        """Return x [rows, K], weight [N, K] (`fill_operands`); uninitialized where `blank`."""
         weight = torch.empty((self.columns, self.inner), device=device, dtype=torch.bfloat16)
-        if blank:
-            return weight.new_empty((rows, self.inner)), weight
-        # Magnitudes over several powers of two: additions of equal ones would often be exact.
-        generator = torch.Generator(device).manual_seed(self.columns * 131 + self.inner)
-        x = torch.randn((rows, self.inner), device=device, generator=generator, dtype=torch.float32)
-        x *= torch.exp2(torch.arange(rows, device=device)[:, None] % 7 - 3)
-        weight.normal_(0, 0.05, generator=generator)
-        x = x.bfloat16()
-        cancel_halves(x, weight)
+        x = weight.new_empty((rows, self.inner))
+        if not blank:
+            fill_operands(x, weight)
         return x, weight
 
     def run(self, operands: tuple[torch.Tensor, ...], rows: slice) -> torch.Tensor:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
-from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
 from consistent_kernels.attention import AttentionParameters, plan_attention
 from consistent_kernels.attention.plan import AttentionPlan
@@ -245,7 +246,8 @@ def experts_forward(
         [T, H], summed in fp32 over ascending slots and rounded once.
 
     Raises:
-        ConfigurationError: biases, other layouts of the weights, or no SiLU gate.
+        ConfigurationError: biases, other layouts of the weights, or another gate than SwiGLU,
+            DeepSeek-V4's clamped one included.
     """
     violations = [
         f"{name}={value}: {why}"
@@ -259,6 +261,13 @@ def experts_forward(
     ]
     if not isinstance(getattr(module, "act_fn", None), (SiLUActivation, nn.SiLU)):
         violations.append(f"act_fn={getattr(module, 'act_fn', None)}: only SiLU is served")
+    limit = None
+    gate = getattr(type(module), "_apply_gate", _default_apply_gate)
+    if gate is DeepseekV4Experts._apply_gate:
+        limit = module.limit
+    elif gate is not _default_apply_gate:
+        name = f"_apply_gate of {type(module).__name__}"
+        violations.append(f"{name}: SwiGLU with or without DeepSeek-V4's clamp is served")
     if violations:
         raise ConfigurationError(violations, f"experts_implementation={NAME!r}")
     impl = choose_implementation("experts", hidden_states.device.type)
@@ -275,6 +284,6 @@ def experts_forward(
         top_k_weights.float(),
         None,
         prepared,
-        None,
+        limit,
         impl,
     )

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from consistent_kernels.attention import AttentionParameters
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
-from consistent_kernels.experts import prepare_expert_weight
+from consistent_kernels.experts import experts, prepare_expert_weight
 from consistent_kernels.resolve import choose_implementation
 from consistent_kernels.testing import assert_bitwise_equal
 from train_bridge.functions.attention import AttentionFunction
@@ -293,6 +293,55 @@ def test_named_experts_grad_equals_bridged(
         grads.append((leaf.grad, module.gate_up_proj.grad, module.down_proj.grad))
     for ours, theirs in zip(*grads, strict=True):
         assert_bitwise_equal(ours, theirs)
+
+
+def test_named_experts_clamp_as_deepseek_v4() -> None:
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+
+    register_hf_interfaces()
+    config = DeepseekV4Config(
+        hidden_size=64, moe_intermediate_size=32, n_routed_experts=4, swiglu_limit=0.5
+    )
+    module = DeepseekV4Experts(config).bfloat16()
+    generator = torch.Generator().manual_seed(5)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16() * 0.2
+    x = torch.randn((9, 64), generator=generator).bfloat16()
+    index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)])
+    weights = torch.rand((9, 2), generator=generator)
+    with torch.no_grad():
+        config._experts_implementation = "eager"
+        stock = module(x, index, weights).float()
+        config._experts_implementation = NAME
+        out = module(x, index, weights)
+        prepared = [
+            prepare_expert_weight(w, dtype=x.dtype, impl="reference") for w in module.parameters()
+        ]
+        clamped, free = (
+            experts(x, *prepared, index, weights, limit=limit, impl="reference").float()
+            for limit in (0.5, None)
+        )
+    # Stock rounds more often, to bf16: within a hundredth as a whole. Unclamped is another result.
+    assert float((out.float() - stock).norm() / stock.norm()) < 1e-2
+    assert float((out.float() - clamped).norm() / stock.norm()) < 1e-2
+    assert float((free - stock).norm() / stock.norm()) > 0.5
+
+
+def test_named_experts_reject_a_gate_of_their_own() -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    class Squared(Qwen3MoeExperts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate).square() * up
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=4)
+    module = Squared(config).bfloat16()
+    rows = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ConfigurationError, match="_apply_gate of Squared: SwiGLU with or without"):
+        experts_forward(module, *rows, torch.zeros(1, 2))
 
 
 def test_named_experts_reject_everything_they_do_not_compute() -> None:

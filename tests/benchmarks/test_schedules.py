@@ -40,7 +40,7 @@ def test_a_sweep_runs_and_its_rows_say_what_was_chosen(
     done = CliRunner().invoke(run.app, [*options, "--only", name, "--out", str(out)])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())
-    shapes = {row["shape"] for row in rows}
+    shapes = {(row["op"], row["shape"]) for row in rows}
     assert sum(row["chosen"] for row in rows) == len(shapes)
     assert all(row["us"] > 0 and row["same_bits"] is not False for row in rows)
     assert {"hardware", "versions", "commit"} <= set(rows[0])

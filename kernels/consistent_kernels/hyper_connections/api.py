@@ -147,7 +147,7 @@ def _hc_post(
     if impl == "reference":
         return hc_post_ref(y, x, post, comb)
     require_cuda("hc_post", impl, x)
-    from consistent_kernels.hyper_connections.triton import hc_post_fwd
+    from consistent_kernels.hyper_connections.triton_post import hc_post_fwd
 
     return hc_post_fwd(y, x, post, comb)
 

@@ -1,5 +1,7 @@
 """What the hyper-connection maps compute, and the pinned schedule of each implementation."""
 
+import dataclasses
+
 from consistent_kernels.contract import OpSpec, Program
 from consistent_kernels.program_source import source_sha256
 
@@ -22,18 +24,75 @@ SPEC = OpSpec(
 ROW_TILE = 64
 """Triton: tokens of one GEMM program; the same instruction serves 1 token and 4096."""
 
-K_PART = 512
-"""Triton: columns of one partial sum. Cuts lie at multiples of it whatever the number of tokens,
-and parts are added in a halving tree, so that few tokens still use the whole device."""
+K_PART = 128
+"""Triton: columns of one partial sum, multiplied by one `tl.dot` for each term of fn."""
 
-K_STEP = 64
-"""Triton: columns of one GEMM step inside a part, ascending."""
+RUN_PARTS = 4
+SPAN_RUNS = 8
+"""Triton: parts are added in ascending order within a run, runs in ascending order within a span,
+spans in a halving tree. A program takes a part, a run or a span, and the map kernel adds the rest:
+the additions are the same. So few tokens use the whole device, and many do not write and read all
+parts."""
 
-HIDDEN_BLOCK = 512
-"""Triton: columns of one program of the elementwise maps."""
 
-MIX_WARPS = 4
-MAP_WARPS = 1
+@dataclasses.dataclass(frozen=True)
+class MixSchedule:
+    """How the mix kernel runs; moves no bit.
+
+    Attributes:
+        parts: consecutive parts that a program adds: 1, RUN_PARTS or RUN_PARTS * SPAN_RUNS.
+        early: whether the map kernel may start beside it before its loop, not behind it.
+    """
+
+    parts: int
+    row_tile: int = ROW_TILE
+    warps: int = 4
+    stages: int = 3
+    early: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class MapSchedule:
+    """How the map kernel runs; moves no bit.
+
+    Attributes:
+        hidden_block: columns of the layer input of one program; all S streams of them.
+        comb_tokens: tokens of one program of comb; these programs start before the others.
+        overlap: launched while the mix kernel runs (sm_90 and later); waits before it reads mixes.
+    """
+
+    hidden_block: int = 512
+    warps: int = 1
+    comb_tokens: int = 1
+    overlap: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PostSchedule:
+    """How the post kernel runs; moves no bit."""
+
+    hidden_block: int = 512
+    warps: int = 1
+
+
+def mix_schedule(tokens: int) -> MixSchedule:
+    """Return the schedule of a batch."""
+    if tokens <= 2 * ROW_TILE:
+        return MixSchedule(1)
+    if tokens <= 16 * ROW_TILE:
+        return MixSchedule(RUN_PARTS)
+    return MixSchedule(RUN_PARTS * SPAN_RUNS)
+
+
+def map_schedule(tokens: int) -> MapSchedule:
+    """Return the schedule of a batch."""
+    return MapSchedule(comb_tokens=1 if tokens <= 1024 else 8)
+
+
+def post_schedule(tokens: int) -> PostSchedule:
+    """Return the schedule of a batch."""
+    return PostSchedule()
+
 
 _SHARED = {
     "reference": ("tree.py", "linear/reference.py", "linear/tiles.py"),
@@ -42,14 +101,13 @@ _SHARED = {
 _SCHEDULES = {
     "reference": (("reference.py",), {"gemm": "fp32 linear reference", "tree": "halving"}),
     "triton": (
-        ("triton.py",),
+        ("triton.py", "triton_maps.py", "triton_post.py"),
         {
             "gemm": "bf16 x times fn as three bf16 terms, fp32 accumulators, smallest term first",
             "row_tile": ROW_TILE,
             "k_part": K_PART,
-            "k_step": K_STEP,
-            "mix_warps": MIX_WARPS,
-            "map_warps": MAP_WARPS,
+            "run_parts": RUN_PARTS,
+            "span_runs": SPAN_RUNS,
             "contraction": False,
         },
     ),

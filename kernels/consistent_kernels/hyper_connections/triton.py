@@ -9,29 +9,51 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.hyper_connections.spec import (
-    HIDDEN_BLOCK,
     K_PART,
-    K_STEP,
-    MAP_WARPS,
-    MIX_WARPS,
-    ROW_TILE,
+    RUN_PARTS,
+    SPAN_RUNS,
+    MapSchedule,
+    MixSchedule,
+    map_schedule,
+    mix_schedule,
 )
-from consistent_kernels.triton_tree import (
-    halving_tree_columns,
-    halving_tree_rows,
-    halving_tree_sum_by_pairs,
+from consistent_kernels.hyper_connections.triton_maps import (
+    columns_divided,
+    columns_of,
+    has_safe_eps,
+    rows_divided,
+    rstd,
+    sigmoid,
 )
+from consistent_kernels.triton_tree import halving_tree_rows
+
+
+@triton.jit
+def _row_sums(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum a [ROWS, COLUMNS = 8 * 2**LEVELS] block over columns; returns [ROWS].
+
+    Halving trees of 8 adjacent values, which one thread holds, then a halving tree of these.
+    """
+    total = tl.reshape(values, (ROWS, COLUMNS // 8, 8))
+    for level in tl.static_range(3):
+        halves = tl.reshape(total, (ROWS, COLUMNS // 8, 2, 4 >> level))
+        left, right = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+        total = left + right
+    total = tl.reshape(total, (ROWS, COLUMNS // 8))
+    for level in tl.static_range(LEVELS):
+        total = tl.sum(tl.reshape(total, (ROWS, 2, COLUMNS >> (level + 4))), 1)
+    return tl.reshape(total, (ROWS,))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _hc_mix_fwd_kernel(
     x_ptr,  # [T, K] bf16, row stride x_stride
     fn_ptr,  # [N, K] fp32 contiguous
-    part_ptr,  # [parts, T, BLOCK_N] fp32
-    square_ptr,  # [parts, T] fp32
+    part_ptr,  # [entries, T, BLOCK_N] fp32: N mixes and the sum of squares
     tokens,
     x_stride,
     K: tl.constexpr,
@@ -39,112 +61,227 @@ def _hc_mix_fwd_kernel(
     BLOCK_N: tl.constexpr,
     ROW_TILE: tl.constexpr,
     K_PART: tl.constexpr,
-    K_STEP: tl.constexpr,
-    STEP_LEVELS: tl.constexpr,
+    PART_LEVELS: tl.constexpr,
+    RUN_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if OVERLAP and EARLY:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
-    part = tl.program_id(1)
+    entry = tl.program_id(1)
     columns = tl.arange(0, BLOCK_N)
     inside = rows < tokens
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    high = tl.zeros((ROW_TILE, BLOCK_N), tl.float32)
-    middle = tl.zeros((ROW_TILE, BLOCK_N), tl.float32)
-    low = tl.zeros((ROW_TILE, BLOCK_N), tl.float32)
-    squares = tl.zeros((ROW_TILE, K_STEP), tl.float32)
-    for start in range(0, K_PART, K_STEP):
-        k = part * K_PART + start + tl.arange(0, K_STEP)
-        x = tl.load(x_rows + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
-        weight = tl.load(
-            fn_ptr + columns[:, None] * K + k[None, :],
-            mask=(columns < N)[:, None] & (k < K)[None, :],
-            other=0.0,
-        )
+    fn_rows = fn_ptr + columns[:, None] * K
+    total = tl.zeros((ROW_TILE, BLOCK_N), tl.float32)
+    square_total = tl.zeros((ROW_TILE,), tl.float32)
+    run = tl.zeros((ROW_TILE, BLOCK_N), tl.float32)
+    square_run = tl.zeros((ROW_TILE,), tl.float32)
+    for part in range(PARTS):
+        k = (entry * PARTS + part) * K_PART + tl.arange(0, K_PART)
+        x_inside = inside[:, None]
+        fn_inside = (columns < N)[:, None]
+        if K % (K_PART * PARTS) != 0:
+            x_inside &= (k < K)[None, :]
+            fn_inside &= (k < K)[None, :]
+        weight = tl.load(fn_rows + k[None, :], mask=fn_inside, other=0.0)
+        x = tl.load(x_rows + k[None, :], mask=x_inside, other=0.0)
+        if PARTS == 1:
+            tl.debug_barrier()  # or ptxas delays some loads until it has converted others
         first = weight.to(x.dtype)
         rest = weight - first.to(tl.float32)
         second = rest.to(x.dtype)
         third = (rest - second.to(tl.float32)).to(x.dtype)
-        high = tl.dot(x, first.T, high)
-        middle = tl.dot(x, second.T, middle)
-        low = tl.dot(x, third.T, low)
+        low = tl.dot(x, third.T)
+        middle = tl.dot(x, second.T)
+        high = tl.dot(x, first.T)
         x32 = x.to(tl.float32)
-        squares += x32 * x32
-    at = part.to(tl.int64) * tokens + rows
-    tl.store(
-        part_ptr + at[:, None] * BLOCK_N + columns[None, :],
-        (low + middle) + high,
-        mask=inside[:, None],
-    )
-    square_sum = halving_tree_columns(squares, ROW_TILE, K_STEP, STEP_LEVELS)
-    tl.store(square_ptr + at, square_sum, mask=inside)
+        square_run += _row_sums(x32 * x32, ROW_TILE, K_PART, PART_LEVELS)
+        run += (low + middle) + high
+        if PARTS > RUN_PARTS:
+            ends = part % RUN_PARTS == RUN_PARTS - 1
+            total = tl.where(ends, total + run, total)
+            square_total = tl.where(ends, square_total + square_run, square_total)
+            run = tl.where(ends, 0.0, run)
+            square_run = tl.where(ends, 0.0, square_run)
+    if OVERLAP and not EARLY:
+        gdc_launch_dependents()
+    if PARTS <= RUN_PARTS:
+        total, square_total = run, square_run
+    at = part_ptr + (entry.to(tl.int64) * tokens + rows) * BLOCK_N
+    tl.store(at[:, None] + columns[None, :], total, mask=inside[:, None] & (columns < N)[None, :])
+    tl.store(at + N, square_total, mask=inside)
 
 
 @triton.jit
-def _sigmoid(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _logits(
+def _summed(
     part_ptr,
-    base_ptr,
-    first,
-    step: tl.constexpr,
-    scale,
-    rstd,
-    tokens,
-    PARTS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PART_LEVELS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    places,  # [COUNT]: token * BLOCK_N + column
+    stride,  # tokens * BLOCK_N
     COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
+    RUN_PARTS: tl.constexpr,
+    SPAN_PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SPANS: tl.constexpr,
+    SPAN_LEVELS: tl.constexpr,
 ):
-    """Add the parts of COUNT columns from `first`, `step` apart, in one tree, loads at once."""
-    columns = first + step * tl.arange(0, COUNT)
-    parts = tl.arange(0, PART_ROWS)
-    rows = parts.to(tl.int64) * tokens + tl.program_id(0)
-    values = tl.load(
-        part_ptr + rows[:, None] * BLOCK_N + columns[None, :],
-        mask=(parts < PARTS)[:, None],
+    """Finish the sums that the mix kernel began: add the entries of each place; [COUNT]."""
+    SPAN_ENTRIES: tl.constexpr = SPAN_PARTS // PARTS
+    RUN_ENTRIES: tl.constexpr = RUN_PARTS // PARTS if PARTS < RUN_PARTS else 1
+    first = tl.arange(0, SPANS) * SPAN_ENTRIES
+    base = part_ptr + first.to(tl.int64)[:, None] * stride + places[None, :]
+    total = tl.zeros((SPANS, COUNT), tl.float32)
+    for start in tl.static_range(0, SPAN_ENTRIES, RUN_ENTRIES):
+        run = tl.zeros((SPANS, COUNT), tl.float32)
+        for entry in tl.static_range(start, start + RUN_ENTRIES):
+            at = base + stride.to(tl.int64) * entry
+            if SPANS * SPAN_ENTRIES == ENTRIES:
+                run += tl.load(at)
+            else:
+                run += tl.load(at, mask=(first + entry < ENTRIES)[:, None], other=0.0)
+        if PARTS >= SPAN_PARTS:
+            total = run
+        else:
+            total += run
+    return halving_tree_rows(total, SPANS, COUNT, SPAN_LEVELS)
+
+
+@triton.jit
+def _comb(
+    part_ptr,
+    scale_ptr,
+    base_ptr,
+    comb_ptr,
+    first,  # of COMB_TOKENS tokens
+    tokens,
+    norm_eps,
+    eps,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    STREAM_LEVELS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    RUN_PARTS: tl.constexpr,
+    SPAN_PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SPANS: tl.constexpr,
+    SPAN_LEVELS: tl.constexpr,
+    COMB_TOKENS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SAFE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    places = tl.arange(0, COMB_TOKENS * S * S)
+    # A token that is not there repeats the last one, and is not stored.
+    token = tl.minimum(first + places // (S * S), tokens - 1)
+    column = 2 * S + places % (S * S)
+    base = tl.load(base_ptr + column)
+    scale = tl.load(scale_ptr + 2)
+    if OVERLAP:
+        gdc_wait()
+    owner = tl.minimum(first + tl.arange(0, COMB_TOKENS), tokens - 1)
+    square_sum = _summed(
+        part_ptr, owner * BLOCK_N + N, tokens * BLOCK_N, COMB_TOKENS,
+        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+    )  # fmt: skip
+    mixes = _summed(
+        part_ptr, token * BLOCK_N + column, tokens * BLOCK_N, COMB_TOKENS * S * S,
+        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+    )  # fmt: skip
+    norm = tl.broadcast_to(rstd(square_sum, norm_eps, K)[:, None], (COMB_TOKENS, S * S))
+    logits = mixes * tl.reshape(norm, (COMB_TOKENS * S * S,)) * scale + base
+    comb = columns_of(logits, COMB_TOKENS, S)
+    peak = comb[0]
+    for stream in tl.static_range(1, S):
+        peak = tl.maximum(peak, comb[stream])
+    exponents = ()
+    for stream in tl.static_range(S):
+        exponents += (tl.exp(comb[stream] - peak),)
+    softmax = rows_divided(exponents, 0.0, S, STREAM_LEVELS, SAFE)
+    comb = ()
+    for stream in tl.static_range(S):
+        comb += (softmax[stream] + eps,)
+    comb = columns_divided(comb, eps, COMB_TOKENS, S, SAFE)
+    for _ in range(ITERATIONS - 1):
+        comb = rows_divided(comb, eps, S, STREAM_LEVELS, SAFE)
+        comb = columns_divided(comb, eps, COMB_TOKENS, S, SAFE)
+    row = first * S + tl.arange(0, COMB_TOKENS * S)
+    for stream in tl.static_range(S):
+        tl.store(comb_ptr + row * S + stream, comb[stream], mask=row < tokens.to(tl.int64) * S)
+
+
+@triton.jit
+def _layer_input(
+    x_ptr,
+    part_ptr,
+    scale_ptr,
+    base_ptr,
+    input_ptr,
+    post_ptr,
+    token,
+    block,
+    tokens,
+    x_stride,
+    norm_eps,
+    eps,
+    post_multiplier,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    STREAM_LEVELS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    RUN_PARTS: tl.constexpr,
+    SPAN_PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SPANS: tl.constexpr,
+    SPAN_LEVELS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    streams = tl.arange(0, S)
+    columns = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = columns < H
+    x = tl.load(
+        x_ptr + token * x_stride + streams[:, None] * H + columns[None, :],
+        mask=inside[None, :],
         other=0.0,
     )
-    total = halving_tree_rows(values, PART_ROWS, COUNT, PART_LEVELS)
-    return total * tl.broadcast_to(rstd, (COUNT,)) * scale + tl.load(base_ptr + columns)
-
-
-@triton.jit
-def _rows_divided(comb, below, after, S: tl.constexpr, LEVELS: tl.constexpr):
-    """comb / (row sums + below) + after, for a matrix [S, S] held as a tuple of its columns.
-
-    Rows are threads, so a row's sum needs no other thread.
-    """
-    total = comb
-    for level in tl.static_range(LEVELS):
-        halves = ()
-        for place in tl.static_range(S >> (level + 1)):
-            halves += (total[place] + total[place + (S >> (level + 1))],)
-        total = halves
-    divisor = total[0] + below
-    divided = ()
-    for stream in tl.static_range(S):
-        divided += (tl.div_rn(comb[stream], divisor) + after,)
-    return divided
-
-
-@triton.jit
-def _columns_divided(comb, below, S: tl.constexpr, LEVELS: tl.constexpr):
-    """comb / (column sums + below), for a matrix [S, S] held as a tuple of its columns."""
-    divided = ()
-    for stream in tl.static_range(S):
-        total = halving_tree_sum_by_pairs(comb[stream], S, LEVELS) + below
-        divided += (tl.div_rn(comb[stream], tl.full((S,), total, tl.float32)),)
-    return divided
+    base = tl.load(base_ptr + streams)
+    scale = tl.load(scale_ptr)
+    if OVERLAP:
+        gdc_wait()
+    both = tl.arange(0, 2 * S)
+    sums = _summed(
+        part_ptr, token * BLOCK_N + tl.where(both < S, both, N), tokens * BLOCK_N, 2 * S,
+        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+    )  # fmt: skip
+    mixes, _ = tl.split(tl.trans(tl.reshape(sums, (2, S))))
+    # All others are zeros: this is the one value, in any order of additions, and a scalar.
+    square_sum = tl.sum(tl.where(both == S, sums, 0.0), 0)
+    norm = tl.broadcast_to(rstd(tl.full((1,), square_sum, tl.float32), norm_eps, S * H), (S,))
+    weight = sigmoid(mixes * norm * scale + base) + eps
+    total = halving_tree_rows(weight[:, None] * x.to(tl.float32), S, BLOCK_H, STREAM_LEVELS)
+    tl.store(input_ptr + token * H + columns, total.to(input_ptr.dtype.element_ty), mask=inside)
+    if HAS_POST:  # noqa: SIM102 (decided at compile time)
+        if block == 0:
+            post = _summed(
+                part_ptr, token * BLOCK_N + S + streams, tokens * BLOCK_N, S,
+                PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+            )  # fmt: skip
+            logits = post * norm * tl.load(scale_ptr + 1) + tl.load(base_ptr + S + streams)
+            tl.store(post_ptr + token * S + streams, sigmoid(logits) * post_multiplier)
 
 
 @triton.jit(do_not_specialize=["tokens", "norm_eps", "eps", "post_multiplier"])
 def _hc_map_fwd_kernel(
     x_ptr,  # [T, S, H] bf16, token stride x_stride
-    part_ptr,  # [PARTS, T, BLOCK_N] fp32
-    square_ptr,  # [PARTS, T] fp32
+    part_ptr,  # [ENTRIES, T, BLOCK_N] fp32
     scale_ptr,  # [1] or [3] fp32
     base_ptr,  # [N] fp32
     input_ptr,  # [T, H]
@@ -158,98 +295,76 @@ def _hc_map_fwd_kernel(
     H: tl.constexpr,
     S: tl.constexpr,
     STREAM_LEVELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PART_LEVELS: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    RUN_PARTS: tl.constexpr,
+    SPAN_PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SPANS: tl.constexpr,
+    SPAN_LEVELS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    COMB_TOKENS: tl.constexpr,
     ITERATIONS: tl.constexpr,
     HAS_COMB: tl.constexpr,
+    SAFE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    streams = tl.arange(0, S)
-    parts = tl.arange(0, PART_ROWS)
-    squares = tl.load(
-        square_ptr + parts.to(tl.int64) * tokens + token, mask=parts < PARTS, other=0.0
-    )
-    square_sum = halving_tree_sum_by_pairs(squares, PART_ROWS, PART_LEVELS)
-    mean = tl.div_rn(tl.full((1,), square_sum, tl.float32), tl.full((1,), S * H, tl.float32))
-    rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + norm_eps))
+    BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    program = tl.program_id(0)
+    comb_programs = tl.cdiv(tokens, COMB_TOKENS) if HAS_COMB else 0
+    # Sinkhorn is one long chain of divisions: it starts first, and the others run beside it.
+    if HAS_COMB and program < comb_programs:
+        _comb(
+            part_ptr, scale_ptr, base_ptr, comb_ptr, program.to(tl.int64) * COMB_TOKENS, tokens,
+            norm_eps, eps, S * H, S, STREAM_LEVELS, N, BLOCK_N, PARTS, RUN_PARTS, SPAN_PARTS,
+            ENTRIES, SPANS, SPAN_LEVELS, COMB_TOKENS, ITERATIONS, SAFE, OVERLAP,
+        )  # fmt: skip
+    else:
+        # Backwards: the mix kernel read the last tokens last, and some are still in the cache.
+        token = tokens - 1 - (program - comb_programs) // BLOCKS
+        _layer_input(
+            x_ptr, part_ptr, scale_ptr, base_ptr, input_ptr, post_ptr, token.to(tl.int64),
+            (program - comb_programs) % BLOCKS, tokens, x_stride, norm_eps, eps, post_multiplier,
+            H, S, STREAM_LEVELS, N, BLOCK_N, PARTS, RUN_PARTS, SPAN_PARTS,
+            ENTRIES, SPANS, SPAN_LEVELS, BLOCK_H, HAS_COMB, OVERLAP,
+        )  # fmt: skip
 
-    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = columns < H
-    pre = _logits(
-        part_ptr, base_ptr, 0, 1, tl.load(scale_ptr), rstd, tokens,
-        PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
+
+def _block_n(count: int) -> int:
+    # One column more than the mixes: the sum of squares.
+    return max(16, triton.next_power_of_2(count + 1))
+
+
+def _overlaps(schedule: MapSchedule, device: torch.device) -> bool:
+    if not schedule.overlap or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def hc_mix_fwd(
+    flat: torch.Tensor, fn: torch.Tensor, mix: MixSchedule, overlap: bool
+) -> torch.Tensor:
+    """Launch the sums over K of x fn^T and of x^2, as far as the schedule takes them.
+
+    Args:
+        flat: [T, K] bf16, rows aligned; fn: [N, K] fp32, contiguous and aligned.
+        overlap: whether the next kernel on the stream is `hc_map_fwd`'s, which then starts early.
+
+    Returns:
+        [entries, T, BLOCK_N] fp32: N mixes, the sum of squares, and columns that nobody reads.
+    """
+    (tokens, inner), count = flat.shape, fn.shape[0]
+    entries = triton.cdiv(triton.cdiv(inner, K_PART), mix.parts)
+    block_n = _block_n(count)
+    part = torch.empty((entries, tokens, block_n), dtype=torch.float32, device=flat.device)
+    _hc_mix_fwd_kernel[(triton.cdiv(tokens, mix.row_tile), entries)](
+        flat, fn, part, tokens, flat.stride(0),
+        K=inner, N=count, BLOCK_N=block_n, ROW_TILE=mix.row_tile, K_PART=K_PART,
+        PART_LEVELS=K_PART.bit_length() - 4, RUN_PARTS=RUN_PARTS, PARTS=mix.parts, OVERLAP=overlap,
+        EARLY=mix.early, num_warps=mix.warps, num_stages=mix.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    weight = _sigmoid(pre) + eps
-    x = tl.load(
-        x_ptr + token * x_stride + streams[:, None] * H + columns[None, :],
-        mask=inside[None, :],
-        other=0.0,
-    )
-    total = halving_tree_rows(weight[:, None] * x.to(tl.float32), S, BLOCK_H, STREAM_LEVELS)
-    tl.store(input_ptr + token * H + columns, total.to(input_ptr.dtype.element_ty), mask=inside)
-
-    if HAS_COMB:  # noqa: SIM102 (decided at compile time)
-        if tl.program_id(1) == 0:
-            post = _logits(
-                part_ptr, base_ptr, S, 1, tl.load(scale_ptr + 1), rstd, tokens,
-                PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
-            )  # fmt: skip
-            tl.store(post_ptr + token * S + streams, _sigmoid(post) * post_multiplier)
-            comb = ()
-            for stream in tl.static_range(S):
-                column = _logits(
-                    part_ptr, base_ptr, 2 * S + stream, S, tl.load(scale_ptr + 2), rstd, tokens,
-                    PARTS, PART_ROWS, PART_LEVELS, BLOCK_N, S,
-                )  # fmt: skip
-                comb += (column,)
-            peak = comb[0]
-            for stream in tl.static_range(1, S):
-                peak = tl.maximum(peak, comb[stream])
-            exponents = ()
-            for stream in tl.static_range(S):
-                exponents += (tl.exp(comb[stream] - peak),)
-            comb = _rows_divided(exponents, 0.0, eps, S, STREAM_LEVELS)
-            comb = _columns_divided(comb, eps, S, STREAM_LEVELS)
-            for _ in range(ITERATIONS - 1):
-                comb = _rows_divided(comb, eps, 0.0, S, STREAM_LEVELS)
-                comb = _columns_divided(comb, eps, S, STREAM_LEVELS)
-            for stream in tl.static_range(S):
-                tl.store(comb_ptr + (token * S + streams) * S + stream, comb[stream])
-
-
-# The launcher aligns every argument that Triton specializes on: it always specializes alike.
-@triton.jit
-def _hc_post_fwd_kernel(
-    y_ptr,  # [T, H], row stride y_stride
-    x_ptr,  # [T, S, H], token stride x_stride
-    post_ptr,  # [T, S] fp32
-    comb_ptr,  # [T, S, S] fp32
-    out_ptr,  # [T, S, H] contiguous
-    y_stride,
-    x_stride,
-    H: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = columns < H
-    streams = tl.arange(0, S)
-    y = tl.load(y_ptr + token * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(post_ptr + token * S + streams)[:, None] * y[None, :]
-    for stream in tl.static_range(S):
-        weight = tl.load(comb_ptr + (token * S + stream) * S + streams)
-        x = tl.load(x_ptr + token * x_stride + stream * H + columns, mask=inside, other=0.0)
-        total += weight[:, None] * x.to(tl.float32)[None, :]
-    out = out_ptr + (token * S + streams)[:, None] * H + columns[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside[None, :])
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return aligned_rows(x.flatten(1))
+    return part
 
 
 def hc_map_fwd(
@@ -262,57 +377,77 @@ def hc_map_fwd(
     iterations: int,
     post_multiplier: float,
     has_comb: bool,
+    mix: MixSchedule | None = None,
+    maps: MapSchedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the mixes and the maps of `hc_pre`, or of `hc_head` (no comb).
 
     Args:
         x: [T, S, H] bf16; fn: [N, S * H] fp32; scale: [1] or [3] fp32; base: [N] fp32.
+        mix, maps: schedules other than the pinned ones.
 
     Returns:
         (layer_input [T, H], post [T, S] fp32, comb [T, S, S] fp32); the last two are
         empty without comb.
     """
     tokens, streams, hidden = x.shape
-    count, inner = fn.shape
-    parts = triton.cdiv(inner, K_PART)
-    part_rows = triton.next_power_of_2(parts)
-    block_n = max(16, triton.next_power_of_2(count))
+    mix, maps = mix or mix_schedule(tokens), maps or map_schedule(tokens)
     device = x.device
-    flat = _flat(x)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     shapes = ((tokens, streams), (tokens, streams, streams)) if has_comb else ((0,), (0,))
     post, comb = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     if tokens == 0:
         return out, post, comb
-    part = torch.empty((parts, tokens, block_n), dtype=torch.float32, device=device)
-    squares = torch.empty((parts, tokens), dtype=torch.float32, device=device)
-    _hc_mix_fwd_kernel[(triton.cdiv(tokens, ROW_TILE), parts)](
-        flat, aligned(fn.contiguous()), part, squares, tokens, flat.stride(0),
-        K=inner, N=count, BLOCK_N=block_n, ROW_TILE=ROW_TILE, K_PART=K_PART, K_STEP=K_STEP,
-        STEP_LEVELS=K_STEP.bit_length() - 1, num_warps=MIX_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    _hc_map_fwd_kernel[(tokens, triton.cdiv(hidden, HIDDEN_BLOCK))](
-        flat, part, squares, aligned(scale.contiguous()), aligned(base.contiguous()),
-        out, post, comb, tokens, flat.stride(0), norm_eps, eps, post_multiplier,
-        H=hidden, S=streams, STREAM_LEVELS=streams.bit_length() - 1, PARTS=parts,
-        PART_ROWS=part_rows, PART_LEVELS=part_rows.bit_length() - 1,
-        BLOCK_N=block_n, BLOCK_H=HIDDEN_BLOCK, ITERATIONS=iterations, HAS_COMB=has_comb,
-        num_warps=MAP_WARPS, enable_fp_fusion=False,
+    flat, fn = aligned_rows(x.flatten(1)), aligned(fn.contiguous())
+    # Before the mix kernel: nothing may come between the two.
+    scale, base = aligned(scale.contiguous()), aligned(base.contiguous())
+    overlap = _overlaps(maps, device)
+    part = hc_mix_fwd(flat, fn, mix, overlap)
+    launch_maps(
+        flat, part, scale, base, (out, post, comb), norm_eps, eps, iterations, post_multiplier,
+        mix, maps, overlap,
     )  # fmt: skip
     return out, post, comb
 
 
-def hc_post_fwd(
-    y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> torch.Tensor:
-    """Launch out_j = post_j y + sum_i comb_ij x_i; returns [T, S, H]."""
-    tokens, streams, hidden = x.shape
-    out = torch.empty((tokens, streams, hidden), dtype=x.dtype, device=x.device)
-    if tokens:
-        flat, rows = _flat(x), aligned_rows(y)
-        _hc_post_fwd_kernel[(tokens, triton.cdiv(hidden, HIDDEN_BLOCK))](
-            rows, flat, aligned(post.contiguous()), aligned(comb.contiguous()), out,
-            rows.stride(0), flat.stride(0), H=hidden, S=streams, BLOCK_H=HIDDEN_BLOCK,
-            num_warps=MAP_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
+def launch_maps(
+    flat: torch.Tensor,
+    part: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+    post_multiplier: float,
+    mix: MixSchedule,
+    maps: MapSchedule,
+    overlap: bool,
+) -> None:
+    """Launch the maps of the sums that `hc_mix_fwd` returned under the schedule `mix`.
+
+    Args:
+        flat: [T, S * H] bf16; outputs: as `hc_map_fwd` returns them; an empty comb is not formed.
+        overlap: what `hc_mix_fwd` was given.
+    """
+    out, post, comb = outputs
+    tokens, hidden = out.shape
+    streams, count = flat.shape[1] // hidden, base.shape[0]
+    entries, _, block_n = part.shape
+    span_parts = RUN_PARTS * SPAN_RUNS
+    spans = triton.next_power_of_2(triton.cdiv(entries * mix.parts, span_parts))
+    has_comb = comb.numel() > 0
+    programs = tokens * triton.cdiv(hidden, maps.hidden_block)
+    if has_comb:
+        programs += triton.cdiv(tokens, maps.comb_tokens)
+    _hc_map_fwd_kernel[(programs,)](
+        flat, part, scale, base, out, post, comb,
+        tokens, flat.stride(0), norm_eps, eps, post_multiplier,
+        H=hidden, S=streams, STREAM_LEVELS=streams.bit_length() - 1, N=count, BLOCK_N=block_n,
+        PARTS=mix.parts, RUN_PARTS=RUN_PARTS, SPAN_PARTS=span_parts, ENTRIES=entries,
+        SPANS=spans, SPAN_LEVELS=spans.bit_length() - 1, BLOCK_H=maps.hidden_block,
+        COMB_TOKENS=maps.comb_tokens, ITERATIONS=iterations, HAS_COMB=has_comb,
+        SAFE=has_safe_eps(eps), OVERLAP=overlap,
+        num_warps=maps.warps, enable_fp_fusion=False,
+        **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip

@@ -1,0 +1,248 @@
+"""Schedules of the hyper-connection maps: the whole op, then its two kernels alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from benchmarks.ops.case import Setting
+from benchmarks.ops.cases import hyper_connections as cases
+from benchmarks.schedules.group import Group
+from consistent_kernels.hyper_connections import hc_head, hc_post, hc_pre
+from consistent_kernels.hyper_connections.spec import (
+    K_PART,
+    MapSchedule,
+    MixSchedule,
+    PostSchedule,
+    map_schedule,
+    mix_schedule,
+    post_schedule,
+)
+
+Pair = tuple[MixSchedule, MapSchedule]
+Maps = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_COMPILERS = 14
+_ORDER = (64, 256, 4096, 1)
+"""Tokens, what decides most first."""
+
+FEW_MIXES = [
+    *(MixSchedule(1), MixSchedule(1, warps=8), MixSchedule(1, early=False)),
+    *(MixSchedule(4), MixSchedule(4, warps=8), MixSchedule(4, stages=4)),
+]
+SOME_MIXES = [
+    *(MixSchedule(4), MixSchedule(4, warps=8), MixSchedule(4, stages=4)),
+    *(MixSchedule(4, early=False), MixSchedule(1), MixSchedule(1, warps=8)),
+]
+MANY_MIXES = [
+    *(MixSchedule(32), MixSchedule(32, stages=2), MixSchedule(32, stages=4)),
+    *(MixSchedule(32, row_tile=128, warps=8), MixSchedule(32, warps=8)),
+    *(MixSchedule(32, early=False), MixSchedule(4), MixSchedule(4, row_tile=128, warps=8)),
+]
+FEW_MAPS = [
+    *(MapSchedule(512, 1), MapSchedule(512, 1, overlap=False), MapSchedule(256, 1)),
+    *(MapSchedule(1024, 2), MapSchedule(1024, 4)),
+]
+SOME_MAPS = [
+    *(MapSchedule(512, 1), MapSchedule(512, 1, overlap=False), MapSchedule(1024, 1)),
+    *(MapSchedule(1024, 2), MapSchedule(2048, 4), MapSchedule(512, 1, 8)),
+]
+MANY_MAPS = [
+    *(MapSchedule(512, 1, 8), MapSchedule(512, 1, 8, overlap=False), MapSchedule(512, 1, 1)),
+    *(MapSchedule(1024, 1, 8), MapSchedule(1024, 2, 8), MapSchedule(2048, 4, 8)),
+]
+SCHEDULES = {
+    1: (FEW_MIXES, FEW_MAPS),
+    64: (FEW_MIXES, FEW_MAPS),
+    256: (SOME_MIXES, SOME_MAPS),
+    4096: (MANY_MIXES, MANY_MAPS),
+}
+"""Tokens to what is worth a try: mixes with the committed map, and maps with the committed mix."""
+
+POSTS = [
+    *(PostSchedule(512, 1), PostSchedule(512, 2), PostSchedule(1024, 2), PostSchedule(1024, 4)),
+    *(PostSchedule(256, 1), PostSchedule(2048, 4)),
+]
+
+
+def name(schedule: Any) -> str:
+    """Return e.g. "parts=1 row_tile=64 warps=4 stages=3 early=True"."""
+    return " ".join(f"{key}={value}" for key, value in dataclasses.asdict(schedule).items())
+
+
+def pair_name(pair: Pair) -> str:
+    """Return both names."""
+    return f"mix {name(pair[0])}; map {name(pair[1])}"
+
+
+def pairs(tokens: int) -> list[Pair]:
+    """Return the committed schedules of a batch, then those that differ in one of the two."""
+    mix, maps = mix_schedule(tokens), map_schedule(tokens)
+    mixes, others = SCHEDULES[tokens]
+    tried = [(mix, maps), *((m, maps) for m in mixes), *((mix, m) for m in others)]
+    return list(dict.fromkeys(tried))
+
+
+def groups(setting: Setting) -> Iterator[Group]:
+    """hc_pre, hc_head and hc_post as a whole, then the mix kernel and the map kernel alone."""
+    hidden = 96 if setting.small else 4096
+    tokens = (5,) if setting.small else _ORDER
+    x = setting.hazards(max(tokens), 4, hidden, seed=1)
+    weights = {
+        "hc_pre": cases._parameters(setting, hidden, 24, 3),
+        "hc_head": cases._parameters(setting, hidden, 4, 1),
+    }
+    if setting.device == "cuda":
+        _compile(x[:1], weights)
+    for m in tokens:
+        for op, values in weights.items():
+            yield _whole(setting, op, x[:m], values)
+    yield _post(setting, x, weights["hc_pre"])
+    if setting.device == "cuda":
+        for m in tokens:
+            for op, values in weights.items():
+                yield from _mixes(op, x[:m], values)
+                yield _maps(op, x[:m], values)
+
+
+def _shape(x: torch.Tensor) -> str:
+    return f"M={x.shape[0]} S={x.shape[1]} H={x.shape[2]}"
+
+
+def _whole(setting: Setting, op: str, x: torch.Tensor, weights: Maps) -> Group:
+    stock: Callable[[], Any] = functools.partial(
+        cases._stock_pre if op == "hc_pre" else cases._stock_head, x, weights
+    )
+    if x.is_cuda:
+        variants = {pair_name(pair): _call(op, x, weights, pair) for pair in pairs(x.shape[0])}
+    elif op == "hc_pre":
+        run = functools.partial(hc_pre, x, *weights, norm_eps=1e-6, eps=1e-6, iterations=20)
+        variants = {"reference": functools.partial(run, impl="reference")}
+    else:
+        run = functools.partial(hc_head, x, *weights, norm_eps=1e-6, eps=1e-6)
+        variants = {"reference": functools.partial(run, impl="reference")}
+    return Group(
+        op=op,
+        shape=_shape(x),
+        variants=variants,
+        chosen=next(iter(variants)),
+        stock={"stock": stock} if cases._has_stock(setting) else {},
+    )
+
+
+def _call(op: str, x: torch.Tensor, weights: Maps, pair: Pair) -> Callable[[], Any]:
+    from consistent_kernels.hyper_connections.triton import hc_map_fwd
+
+    pre = op == "hc_pre"
+    numbers = (1e-6, 1e-6, 20, 2.0) if pre else (1e-6, 1e-6, 1, 1.0)
+    return functools.partial(
+        hc_map_fwd, x, *weights, *numbers, has_comb=pre, mix=pair[0], maps=pair[1]
+    )
+
+
+def _post(setting: Setting, x: torch.Tensor, weights: Maps) -> Group:
+    y = setting.hazards(len(x), x.shape[2], seed=2)
+    impl = "triton" if x.is_cuda else "reference"
+    _, post, comb = hc_pre(x, *weights, norm_eps=1e-6, eps=1e-6, iterations=20, impl=impl)
+    if x.is_cuda:
+        from consistent_kernels.hyper_connections.triton_post import hc_post_fwd
+
+        tried = dict.fromkeys([post_schedule(len(x)), *POSTS])
+        variants = {
+            name(schedule): functools.partial(hc_post_fwd, y, x, post, comb, schedule)
+            for schedule in tried
+        }
+    else:
+        variants = {"reference": functools.partial(hc_post, y, x, post, comb, impl=impl)}
+    stock = functools.partial(cases._stock_post, y, x, post, comb)
+    return Group(
+        op="hc_post",
+        shape=_shape(x),
+        variants=variants,
+        chosen=next(iter(variants)),
+        stock={"stock": stock} if cases._has_stock(setting) else {},
+    )
+
+
+def _mixes(op: str, x: torch.Tensor, weights: Maps) -> Iterator[Group]:
+    """One group for each number of parts: what they leave to the map kernel differs."""
+    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+
+    mixes = list(dict.fromkeys(mix for mix, _ in pairs(x.shape[0]) if mix.early))
+    written = weights[0].shape[0] + 1
+
+    def run(mix: MixSchedule) -> torch.Tensor:
+        return hc_mix_fwd(x.flatten(1), weights[0], mix, True)[:, :, :written]
+
+    for parts in dict.fromkeys(mix.parts for mix in mixes):
+        same = [mix for mix in mixes if mix.parts == parts]
+        yield Group(
+            op=f"{op} mix kernel",
+            shape=f"{_shape(x)} parts={parts}",
+            variants={name(mix): functools.partial(run, mix) for mix in same},
+            chosen=name(same[0]),
+            stock={},
+        )
+
+
+def _maps(op: str, x: torch.Tensor, weights: Maps) -> Group:
+    """The map kernel on what a mix kernel left before, so that nothing overlaps."""
+    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+
+    committed = mix_schedule(x.shape[0])
+    tried = pairs(x.shape[0])
+    variants = {}
+    for mix, maps in dict.fromkeys((MixSchedule(mix.parts), maps) for mix, maps in tried):
+        part = hc_mix_fwd(x.flatten(1), weights[0], mix, True)
+        variants[f"parts={mix.parts} {name(maps)}"] = functools.partial(
+            _map_alone, op, x, part, weights, (mix, maps)
+        )
+    chosen = f"parts={committed.parts} {name(tried[0][1])}"
+    return Group(op=f"{op} map kernel", shape=_shape(x), variants=variants, chosen=chosen, stock={})
+
+
+def _map_alone(
+    op: str, x: torch.Tensor, part: torch.Tensor, weights: Maps, pair: Pair
+) -> tuple[torch.Tensor, ...]:
+    from consistent_kernels.hyper_connections.triton import launch_maps
+
+    tokens, streams, hidden = x.shape
+    sizes = ((tokens, streams), (tokens, streams, streams)) if op == "hc_pre" else ((0,), (0,))
+    outputs = (
+        x.new_empty((tokens, hidden)),
+        *(torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes),
+    )
+    iterations, multiplier = (20, 2.0) if op == "hc_pre" else (1, 1.0)
+    launch_maps(
+        x.flatten(1), part, weights[1], weights[2], outputs, 1e-6, 1e-6, iterations, multiplier,
+        *pair, overlap=pair[1].overlap,
+    )  # fmt: skip
+    return outputs
+
+
+def _compile(x: torch.Tensor, weights: dict[str, Maps]) -> None:
+    """Run each kernel once, in threads; the number of tokens specializes nothing."""
+    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+
+    every = list(dict.fromkeys(pair for tokens in SCHEDULES for pair in pairs(tokens)))
+    mixes = dict.fromkeys((mix, maps.overlap) for mix, maps in every)
+    maps = dict.fromkeys((MixSchedule(mix.parts), schedule) for mix, schedule in every)
+    jobs: list[Callable[[], Any]] = []
+    for op, values in weights.items():
+        count, inner = values[0].shape
+        for pair in maps:
+            entries = -(-inner // (K_PART * pair[0].parts))
+            part = x.new_zeros((entries, 1, 16 if count < 16 else 32), dtype=torch.float32)
+            jobs.append(functools.partial(_map_alone, op, x, part, values, pair))
+    for values in weights.values():
+        for mix, overlap in mixes:
+            jobs.append(functools.partial(hc_mix_fwd, x.flatten(1), values[0], mix, overlap))
+    jobs.pop(0)()  # alone: the first one sets Triton up
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.exception()  # what does not compile says so where it is measured

@@ -49,6 +49,32 @@ def _row_sums(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.cons
     return tl.reshape(total, (ROWS,))
 
 
+@triton.jit
+def _cut(value):
+    """Return the leading 8 bits of fp32 values as bf16, and what they leave."""
+    bits = value.to(tl.uint32, bitcast=True)
+    rest = value - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), rest
+
+
+@triton.jit
+def _terms(weight, dtype: tl.constexpr):
+    """Return three terms of `dtype` whose sum is the fp32 weight.
+
+    bf16 terms are cut, not rounded: 8 + 8 + 8 bits are all of fp32's, and rounding is slow.
+    """
+    if dtype == tl.bfloat16:
+        first, rest = _cut(weight)
+        second, rest = _cut(rest)
+        third, _ = _cut(rest)
+    else:  # fp16, as Triton's interpreter needs it
+        first = weight.to(dtype)
+        rest = weight - first.to(tl.float32)
+        second = rest.to(dtype)
+        third = (rest - second.to(tl.float32)).to(dtype)
+    return first, second, third
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _hc_mix_fwd_kernel(
     x_ptr,  # [T, K] bf16, row stride x_stride
@@ -90,10 +116,7 @@ def _hc_mix_fwd_kernel(
         x = tl.load(x_rows + k[None, :], mask=x_inside, other=0.0)
         if PARTS == 1:
             tl.debug_barrier()  # or ptxas delays some loads until it has converted others
-        first = weight.to(x.dtype)
-        rest = weight - first.to(tl.float32)
-        second = rest.to(x.dtype)
-        third = (rest - second.to(tl.float32)).to(x.dtype)
+        first, second, third = _terms(weight, x.dtype)
         low = tl.dot(x, third.T)
         middle = tl.dot(x, second.T)
         high = tl.dot(x, first.T)

@@ -181,3 +181,22 @@ def test_divisions_without_a_branch_have_the_bits_of_div_rn(
     monkeypatch.setattr(kernels, "has_safe_eps", lambda eps: False)
     for actual, value in zip(fast, kernels.hc_map_fwd(*run), strict=True):
         assert_bitwise_equal(actual, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
+def test_the_terms_of_fn_lose_no_bit() -> None:
+    """Rows of x with one 1 pick single elements of fn: sums of three terms, and zeros."""
+    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+
+    g = torch.Generator().manual_seed(6)
+    fn = torch.randn(24, 4096, generator=g).cuda()
+    at = torch.randint(4096, (256,), generator=g).cuda()
+    x = torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda")
+    x[torch.arange(256, device="cuda"), at] = 1.0
+    picked = hc_mix_fwd(x, fn, MixSchedule(SPAN_PARTS), False)[0]
+    assert_bitwise_equal(picked[:, :24].contiguous(), fn[:, at].t().contiguous())
+    assert_bitwise_equal(picked[:, 24].contiguous(), torch.ones(256, device="cuda"))
+    # The control: two terms alone are not fn.
+    high = fn.bfloat16().float()
+    assert not torch.equal(high + (fn - high).bfloat16().float(), fn)

@@ -22,8 +22,10 @@ def require_hidden(
         raise invalid(op, "hidden", f"{dtype} of shape ({tokens}, {width})", given)
 
 
-def require_sizes(op: str, blocks: int, block_size: int, max_seq_len: int) -> None:
-    """Raise unless caches of this size hold a token.
+def require_sizes(
+    op: str, blocks: int, block_size: int, max_seq_len: int, max_position: int
+) -> None:
+    """Raise unless caches of this size hold a token, and the rotary tables its last position.
 
     Raises:
         InvalidInputError: names the first size that is none.
@@ -32,6 +34,9 @@ def require_sizes(op: str, blocks: int, block_size: int, max_seq_len: int) -> No
     for name, value in sizes.items():
         if value < 1:
             raise invalid(op, name, "at least 1", value)
+    if max_seq_len > max_position:
+        expected = f"at most rope.max_position = {max_position}"
+        raise invalid(op, "max_seq_len", expected, max_seq_len, "Make a longer rotary table")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,8 @@ def _check_sizes(params: V32Parameters | V4Parameters, positive: tuple[str, ...]
     for name in positive:
         if getattr(params, name) < 1:
             raise invalid(op, name, "at least 1", getattr(params, name))
+    if params.rope.rotary_dim != ROPE:
+        raise invalid(op, "rope.rotary_dim", ROPE, params.rope.rotary_dim)
     if not 1 <= params.topk <= MAX_K:
         raise invalid(op, "topk", f"from 1 to {MAX_K}", params.topk)
 
@@ -87,6 +89,8 @@ class V32Parameters:
     def __post_init__(self) -> None:
         positive = ("hidden", "heads", "q_rank", "nope_dim", "value_dim", "index_heads")
         _check_sizes(self, positive)
+        if self.rope.head_dim != ROPE:
+            raise invalid("V32Parameters", "rope.head_dim", ROPE, self.rope.head_dim)
         _ = self.index_rope  # made once: torch.compile cannot trace the making
 
     @functools.cached_property

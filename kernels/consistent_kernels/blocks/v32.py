@@ -129,7 +129,9 @@ class PagedV32Attention:
         Raises:
             InvalidInputError: a weight is missing, unknown or misshapen.
         """
-        require_sizes("PagedV32Attention", blocks, block_size, max_seq_len)
+        require_sizes(
+            "PagedV32Attention", blocks, block_size, max_seq_len, params.rope.max_position
+        )
         check_weights("PagedV32Attention", weights, v32_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)

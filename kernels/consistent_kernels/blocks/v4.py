@@ -159,7 +159,7 @@ class PagedV4Attention:
 
         Weights are by the names of `v4_weight_shapes`.
         """
-        require_sizes("PagedV4Attention", blocks, block_size, max_seq_len)
+        require_sizes("PagedV4Attention", blocks, block_size, max_seq_len, params.rope.max_position)
         check_weights("PagedV4Attention", weights, v4_weight_shapes(params))
         self.params = params
         self.ops = BlockOps(weights, programs)

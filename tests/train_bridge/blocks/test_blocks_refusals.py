@@ -39,6 +39,17 @@ def test_block_parameters_reject_numbers(name: str, change: dict[str, int]) -> N
         dataclasses.replace(params, **change)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("v32", {"rotary_dim": 32}), ("v4-csa", {"rotary_dim": 32}), ("v32", {"head_dim": 128})],
+)
+def test_block_parameters_reject_another_rotation(name: str, change: dict[str, int]) -> None:
+    params = BlockCase.make(name, "cpu").params
+    (key,) = change
+    with pytest.raises(InvalidInputError, match=rf"rope.{key} must be 64, got {change[key]}"):
+        dataclasses.replace(params, rope=dataclasses.replace(params.rope, **change))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_block_trainer_rejects_weights(name: str) -> None:
     case = BlockCase.make(name, "cpu")
@@ -107,6 +118,9 @@ def test_block_engine_rejects_sizes(name: str) -> None:
     for key in sizes:
         with pytest.raises(ConsistencyError, match=f"{key}.* must be .* got "):
             kind(case.params, case.weights, programs=case.programs, **(sizes | {key: 0}))
+    most = case.params.rope.max_position
+    with pytest.raises(InvalidInputError, match=f"max_seq_len must be at most .* {most}, got"):
+        kind(case.params, case.weights, programs=case.programs, blocks=4, max_seq_len=most + 1)
 
 
 def test_sequences_reject_negative_lengths() -> None:

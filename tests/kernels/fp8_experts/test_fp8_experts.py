@@ -323,8 +323,10 @@ def test_fp8_experts_grad_matches_reference(
     for name, grads in zip(names, actual, strict=True):
         error = (grads.double() - exact[name].grad).abs()
         assert bool((error <= size[name] * relative + exact[name].grad.abs() * U).all()), name
+        # As a whole: five roundings, each U / sqrt(3) of the root mean square, add up to 1.3 U. The
+        # gradient at a hidden row that was not quantized is 4 to 7 U off.
         typical = float(error.norm() / exact[name].grad.norm())
-        assert typical < 8 * U, f"{name}: {typical}"
+        assert typical < 2 * U, f"{name}: {typical}"
 
 
 def test_fp8_experts_reject_bad_inputs() -> None:

@@ -20,7 +20,7 @@ from consistent_kernels.compressor import (
     paged_windows,
 )
 from consistent_kernels.errors import ConsistencyError, InvalidInputError
-from consistent_kernels.grouped_linear import grouped_linear
+from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd
 from consistent_kernels.hyper_connections import hc_head_bwd, hc_post_bwd, hc_pre, hc_pre_bwd
 from consistent_kernels.kv_cache_fp8 import (
     V4,
@@ -38,6 +38,7 @@ from consistent_kernels.sparse_attention import (
     window_and_selected,
 )
 from consistent_kernels.sparse_topk import sparse_topk
+from consistent_kernels.sparse_topk.triton import sparse_topk_fwd
 
 REF = {"impl": "reference"}
 
@@ -87,6 +88,12 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
     r"hc_post_bwd: grad_out must be .* \(3, 4, 32\), got .* \(1, 4, 32\)": lambda: hc_post_bwd(
         X[:1], INPUT, X, POST, COMB, **REF
+    ),
+    "sparse_topk: tickets must be contiguous, 32 columns wide, got .1, 1.": lambda: sparse_topk_fwd(
+        torch.ones(1, 4), ints(0), ints(4), 2, ints(0)[None]
+    ),
+    "grouped_linear_bwd: grad_y must be floats .* got torch.int32": lambda: grouped_linear_bwd(
+        torch.ones(3, 2, 5).int(), torch.ones(3, 2, 4), torch.ones(2, 5, 4), **REF
     ),
     r"hc_pre: x must be .* at least one column": lambda: hc_pre(
         X[..., :0], FN[:, :0], SCALE, BASE, iterations=2, **MAPS

@@ -103,9 +103,10 @@ def grouped_linear_bwd(
         (grad_x [T, G, K] in the dtype of x, grad_weight [G, N, K] fp32).
     """
     _check("grouped_linear_bwd", x, weight, impl)
-    if grad_y.shape != (x.shape[0], weight.shape[0], weight.shape[1]):
-        expected = (x.shape[0], weight.shape[0], weight.shape[1])
-        raise invalid("grouped_linear_bwd", "grad_y", f"of shape {expected}", tuple(grad_y.shape))
+    expected = (x.shape[0], weight.shape[0], weight.shape[1])
+    if tuple(grad_y.shape) != expected or not grad_y.is_floating_point():
+        given = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
+        raise invalid("grouped_linear_bwd", "grad_y", f"floats of shape {expected}", given)
     g, rows = grad_y.transpose(0, 1), x.transpose(0, 1)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and grad_y.dtype == x.dtype:
         grad_x = torch.bmm(g, weight)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned_rows
+from consistent_kernels.errors import invalid
 from consistent_kernels.sparse_topk.spec import (
     CHUNK,
     KEYS_PER_WARP,
@@ -287,7 +288,14 @@ def sparse_topk_fwd(
 
     Returns:
         [R, k] int32.
+
+    Raises:
+        InvalidInputError: tickets of another width: the kernel would write behind them.
     """
+    if tickets is not None and (tickets.shape[1] != TICKET_PAD or not tickets.is_contiguous()):
+        expected = f"contiguous, {TICKET_PAD} columns wide"
+        given = f"{tuple(tickets.shape)} of strides {tickets.stride()}"
+        raise invalid("sparse_topk", "tickets", expected, given, "Use sparse_topk_tickets")
     rows, columns = scores.shape
     out = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
     if rows == 0:

@@ -82,7 +82,7 @@ def pair_name(pair: Pair) -> str:
 
 def pairs(tokens: int) -> list[Pair]:
     """Return the committed schedules of a batch, then those that differ in one of the two."""
-    mix, maps = mix_schedule(tokens), map_schedule(tokens)
+    mix, maps = mix_schedule(tokens, 24), map_schedule(tokens)
     mixes, others = SCHEDULES[tokens]
     tried = [(mix, maps), *((m, maps) for m in mixes), *((mix, m) for m in others)]
     return list(dict.fromkeys(tried))
@@ -194,7 +194,7 @@ def _maps(op: str, x: torch.Tensor, weights: Maps) -> Group:
     """The map kernel on what a mix kernel left before, so that nothing overlaps."""
     from consistent_kernels.hyper_connections.triton import hc_mix_fwd
 
-    committed = mix_schedule(x.shape[0])
+    committed = mix_schedule(x.shape[0], 24)
     tried = pairs(x.shape[0])
     variants = {}
     for mix, maps in dict.fromkeys((MixSchedule(mix.parts), maps) for mix, maps in tried):

@@ -75,13 +75,20 @@ class PostSchedule:
     warps: int = 1
 
 
-def mix_schedule(tokens: int) -> MixSchedule:
-    """Return the schedule of a batch."""
+_NARROW = 32
+"""Mixes up to which the stages of a pipeline fit into shared memory (8 streams: 80 mixes)."""
+
+
+def mix_schedule(tokens: int, mixes: int) -> MixSchedule:
+    """Return the schedule of a batch for fn of so many rows."""
+    parts = RUN_PARTS * SPAN_RUNS
     if tokens <= 2 * ROW_TILE:
-        return MixSchedule(1)
-    if tokens <= 16 * ROW_TILE:
-        return MixSchedule(RUN_PARTS)
-    return MixSchedule(RUN_PARTS * SPAN_RUNS)
+        parts = 1
+    elif tokens <= 16 * ROW_TILE:
+        parts = RUN_PARTS
+    if mixes > _NARROW:
+        return MixSchedule(parts, warps=8, stages=1)
+    return MixSchedule(parts)
 
 
 def map_schedule(tokens: int) -> MapSchedule:

@@ -414,7 +414,8 @@ def hc_map_fwd(
         empty without comb.
     """
     tokens, streams, hidden = x.shape
-    mix, maps = mix or mix_schedule(tokens), maps or map_schedule(tokens)
+    mix = mix or mix_schedule(tokens, fn.shape[0])
+    maps = maps or map_schedule(tokens)
     device = x.device
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     shapes = ((tokens, streams), (tokens, streams, streams)) if has_comb else ((0,), (0,))

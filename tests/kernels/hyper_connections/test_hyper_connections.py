@@ -18,7 +18,7 @@ from consistent_kernels.testing import (
 
 NUMBERS = {"norm_eps": 1e-6, "eps": 1e-6, "iterations": 20}
 HEAD_NUMBERS = {"norm_eps": 1e-6, "eps": 1e-6}
-SHAPES = ((4, 96), (4, 640), (2, 64))
+SHAPES = ((4, 96), (4, 640), (2, 64), (8, 32))
 TOKENS = max(BATCH_SIZES)
 
 

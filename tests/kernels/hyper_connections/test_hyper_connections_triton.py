@@ -61,7 +61,7 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
     from consistent_kernels.hyper_connections import triton as kernels
     from consistent_kernels.hyper_connections.triton_post import _hc_post_fwd_kernel
 
-    mix, maps, post = mix_schedule(tokens), map_schedule(tokens), post_schedule(tokens)
+    mix, maps, post = mix_schedule(tokens, 24), map_schedule(tokens), post_schedule(tokens)
     compiled = [
         (kernels._hc_mix_fwd_kernel, mix_constexprs(mix), mix.warps, mix.stages),
         (kernels._hc_map_fwd_kernel, map_constexprs(maps, mix.parts), maps.warps, 3),
@@ -84,7 +84,8 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
 
 
 def test_a_schedule_takes_whole_parts_runs_or_spans() -> None:
-    chosen = [mix_schedule(tokens).parts for tokens in (1, 64, 128, 129, 1024, 1025, 4096, 1 << 20)]
+    batches = (1, 64, 128, 129, 1024, 1025, 4096, 1 << 20)
+    chosen = [mix_schedule(tokens, 24).parts for tokens in batches]
     assert chosen == sorted(chosen)
     assert set(chosen) <= set(PARTS)
 
@@ -144,6 +145,25 @@ def weights_on_cuda(hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     fn = torch.randn(24, 4 * hidden, generator=g) * 0.05
     scale, base = 1 + 0.2 * torch.randn(3, generator=g), 0.3 * torch.randn(24, generator=g)
     return fn.cuda(), scale.cuda(), base.cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_hc_pre_of_eight_streams_gives_equal_bits(tokens: int) -> None:
+    """Eighty mixes: no pipeline, or shared memory does not hold it."""
+    from consistent_kernels.hyper_connections.triton import hc_map_fwd
+
+    x = hazard_activations((tokens, 8, 640), seed=7, device="cuda")
+    g = torch.Generator().manual_seed(8)
+    weights = [torch.randn(80, 8 * 640, generator=g) * 0.05, torch.ones(3), torch.zeros(80)]
+    run = (x, *(value.cuda() for value in weights), 1e-6, 1e-6, 20, 2.0, True)
+    expected = hc_map_fwd(*run)
+    for parts in PARTS:
+        for actual, value in zip(
+            hc_map_fwd(*run, mix=MixSchedule(parts, warps=8, stages=1)), expected, strict=True
+        ):
+            assert_bitwise_equal(actual, value)
 
 
 @pytest.mark.gpu

@@ -96,7 +96,7 @@ class TestQwen3MoeFp8OnCpu(MoeParityRelations):
 
 
 class TestQwen3Fp8OnCpu(ParityRelations):
-    """Dense; what the layout of a batch and the controls show is shown above."""
+    """Dense, power-of-two scales; what layouts of a batch and controls show is shown above."""
 
     family = "qwen3_fp8"
     test_trainer_layouts_equal_the_engine = None
@@ -109,3 +109,9 @@ class TestQwen3Fp8OnCpu(ParityRelations):
 
     def test_contract_is_the_fp8_one(self, engine: Any) -> None:
         assert engine.contract.name == "dense_block_fp8_v1"
+        assert engine.contract.model["quantization.scale_format"] == "ue8m0"
+
+    def test_every_scale_that_travels_is_a_power_of_two(self, trainer: PreTrainedModel) -> None:
+        scales = [t for name, t in exported_weights(trainer) if name.endswith("_scale_inv")]
+        assert len(scales) == 7 * trainer.config.num_hidden_layers
+        assert all(bool((scale.frexp().mantissa == 0.5).all()) for scale in scales)

@@ -76,6 +76,8 @@ _BLOCK_FP8 = {
     ),
 }
 """Block-FP8 family to the one that it quantizes, and what differs."""
+_SCALE_FORMATS = {"qwen3_fp8": "ue8m0", "qwen3_moe_fp8": "fp32"}
+"""Qwen publishes fp32 scales, DeepSeek-V3.2 powers of two."""
 FAMILIES = tuple(_CONFIGS)
 
 
@@ -122,12 +124,12 @@ def save_tiny_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     model = tiny_model(family, seed=seed)
     model.save_pretrained(folder)
     if family in _BLOCK_FP8:
-        quantize_checkpoint(folder)
+        quantize_checkpoint(folder, _SCALE_FORMATS[family])
     return folder
 
 
-def quantize_checkpoint(folder: Path) -> None:
-    """Turn a bf16 checkpoint of one file into block FP8, as Qwen publishes them."""
+def quantize_checkpoint(folder: Path, scale_format: str) -> None:
+    """Turn a bf16 checkpoint of one file into block FP8, as Qwen and DeepSeek publish them."""
     file = folder / "model.safetensors"
     quantized: dict[str, torch.Tensor] = {}
     kept = []
@@ -136,7 +138,7 @@ def quantize_checkpoint(folder: Path) -> None:
             quantized[name] = tensor
             kept.append(name.removesuffix(".weight"))
             continue
-        values, scale = quantize_weight(tensor, scale_format="fp32", impl="reference")
+        values, scale = quantize_weight(tensor, scale_format=scale_format, impl="reference")
         quantized |= {name: values, f"{name}_scale_inv": scale}
     save_file(quantized, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -146,5 +148,5 @@ def quantize_checkpoint(folder: Path) -> None:
         "modules_to_not_convert": [name for name in kept if "embed_tokens" not in name],
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
-    }
+    } | ({} if scale_format == "fp32" else {"scale_fmt": scale_format})
     (folder / "config.json").write_text(json.dumps(config, indent=2))

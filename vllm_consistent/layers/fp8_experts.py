@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
 from consistent_kernels.contract import Contract
@@ -16,21 +15,17 @@ from consistent_kernels.experts import combine
 from consistent_kernels.fp8_experts import Fp8ExpertWeight, fp8_expert_outputs, fp8_experts
 from consistent_kernels.fp8_experts.spec import BLOCK_K, experts_of
 from vllm_consistent.layers.expert_parallel import ExpertRanks
+from vllm_consistent.layers.experts import ExpertsMethod
 from vllm_consistent.layers.fp8 import scale_format_of
 
 
-class ConsistentFp8ExpertsMethod(FusedMoEMethodBase):
+class ConsistentFp8ExpertsMethod(ExpertsMethod):
     """w13_weight [E, 2 I, H] and w2_weight [E, H, I] in float8_e4m3fn, with a scale a block."""
 
     def __init__(self, moe: Any, contract: Contract) -> None:
         super().__init__(moe)
         self.impl = contract.implementation("fp8_experts")
         self.scale_format = scale_format_of(contract)
-
-    @property
-    def is_monolithic(self) -> bool:
-        """Tells vLLM not to build a kernel of its own: `ConsistentMoERunner` never asks for one."""
-        return True
 
     def create_weights(
         self,
@@ -66,9 +61,6 @@ class ConsistentFp8ExpertsMethod(FusedMoEMethodBase):
                 layer.register_parameter(local, parameter)
                 set_weight_attrs(parameter, attributes)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """vLLM's kernels are not asked."""
-
     def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing: values and scales are read as loaded."""
 
@@ -80,7 +72,6 @@ class ConsistentFp8ExpertsMethod(FusedMoEMethodBase):
         weights: torch.Tensor,
         ranks: ExpertRanks | None,
     ) -> torch.Tensor:
-        """[T, H] -> [T, H]; through the experts of all `ranks`, where they share them."""
         stacked = (
             Fp8ExpertWeight(layer.w13_weight, layer.w13_weight_scale_inv),
             Fp8ExpertWeight(layer.w2_weight, layer.w2_weight_scale_inv),

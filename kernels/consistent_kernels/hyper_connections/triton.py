@@ -139,7 +139,7 @@ def _hc_mix_fwd_kernel(
 
 
 @triton.jit
-def _summed(
+def _spans(
     part_ptr,
     places,  # [COUNT]: token * BLOCK_N + column
     stride,  # tokens * BLOCK_N
@@ -149,9 +149,8 @@ def _summed(
     SPAN_PARTS: tl.constexpr,
     ENTRIES: tl.constexpr,
     SPANS: tl.constexpr,
-    SPAN_LEVELS: tl.constexpr,
 ):
-    """Finish the sums that the mix kernel began: add the entries of each place; [COUNT]."""
+    """Finish the spans that the mix kernel began: add the entries of each place; [SPANS, COUNT]."""
     SPAN_ENTRIES: tl.constexpr = SPAN_PARTS // PARTS
     RUN_ENTRIES: tl.constexpr = RUN_PARTS // PARTS if PARTS < RUN_PARTS else 1
     first = tl.arange(0, SPANS) * SPAN_ENTRIES
@@ -169,7 +168,7 @@ def _summed(
             total = run
         else:
             total += run
-    return halving_tree_rows(total, SPANS, COUNT, SPAN_LEVELS)
+    return total
 
 
 @triton.jit
@@ -206,15 +205,22 @@ def _comb(
     scale = tl.load(scale_ptr + 2)
     if OVERLAP:
         gdc_wait()
-    owner = tl.minimum(first + tl.arange(0, COMB_TOKENS), tokens - 1)
-    square_sum = _summed(
-        part_ptr, owner * BLOCK_N + N, tokens * BLOCK_N, COMB_TOKENS,
-        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
-    )  # fmt: skip
-    mixes = _summed(
+    # Eight copies of each sum of squares: a lane loads one value, not one lane all.
+    copies = tl.arange(0, COMB_TOKENS * 8)
+    owner = tl.minimum(first + copies // 8, tokens - 1)
+    mixes = _spans(
         part_ptr, token * BLOCK_N + column, tokens * BLOCK_N, COMB_TOKENS * S * S,
-        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS,
     )  # fmt: skip
+    squares = _spans(
+        part_ptr, owner * BLOCK_N + N, tokens * BLOCK_N, COMB_TOKENS * 8,
+        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS,
+    )  # fmt: skip
+    # Loads of both come before the trees, which pass through shared memory.
+    squares = halving_tree_rows(squares, SPANS, COMB_TOKENS * 8, SPAN_LEVELS)
+    squares = tl.reshape(tl.where(copies % 8 == 0, squares, 0.0), (COMB_TOKENS, 8))
+    square_sum = tl.sum(squares, 1)  # of one value and zeros
+    mixes = halving_tree_rows(mixes, SPANS, COMB_TOKENS * S * S, SPAN_LEVELS)
     norm = tl.broadcast_to(rstd(square_sum, norm_eps, K)[:, None], (COMB_TOKENS, S * S))
     logits = mixes * tl.reshape(norm, (COMB_TOKENS * S * S,)) * scale + base
     comb = columns_of(logits, COMB_TOKENS, S)
@@ -280,10 +286,11 @@ def _layer_input(
     if OVERLAP:
         gdc_wait()
     both = tl.arange(0, 2 * S)
-    sums = _summed(
+    sums = _spans(
         part_ptr, token * BLOCK_N + tl.where(both < S, both, N), tokens * BLOCK_N, 2 * S,
-        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+        PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS,
     )  # fmt: skip
+    sums = halving_tree_rows(sums, SPANS, 2 * S, SPAN_LEVELS)
     mixes, _ = tl.split(tl.trans(tl.reshape(sums, (2, S))))
     # All others are zeros: this is the one value, in any order of additions, and a scalar.
     square_sum = tl.sum(tl.where(both == S, sums, 0.0), 0)
@@ -293,10 +300,11 @@ def _layer_input(
     tl.store(input_ptr + token * H + columns, total.to(input_ptr.dtype.element_ty), mask=inside)
     if HAS_POST:  # noqa: SIM102 (decided at compile time)
         if block == 0:
-            post = _summed(
+            post = _spans(
                 part_ptr, token * BLOCK_N + S + streams, tokens * BLOCK_N, S,
-                PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS, SPAN_LEVELS,
+                PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS,
             )  # fmt: skip
+            post = halving_tree_rows(post, SPANS, S, SPAN_LEVELS)
             logits = post * norm * tl.load(scale_ptr + 1) + tl.load(base_ptr + S + streams)
             tl.store(post_ptr + token * S + streams, sigmoid(logits) * post_multiplier)
 

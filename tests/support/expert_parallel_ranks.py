@@ -57,9 +57,19 @@ def impl_of(device: str) -> str:
     return "triton" if device == "cuda" else "reference"
 
 
-def on_one_rank(device: str) -> torch.Tensor:
+CROWDED = 4
+"""An expert that is in the middle of a rank's, or alone on one."""
+
+
+def crowded(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tokens, all of them sent to one expert: the other ranks compute nothing."""
+    one = {name: given[name][:, :1].contiguous() for name in ("ids", "weights")}
+    return given | one | {"ids": torch.full_like(one["ids"], CROWDED)}
+
+
+def on_one_rank(device: str, *, one_expert: bool = False) -> torch.Tensor:
     """The layer with all experts in one process, and no exchange."""
-    given = whole(device)
+    given = crowded(whole(device)) if one_expert else whole(device)
     w13, w2 = (
         prepare_expert_weight(w, dtype=torch.bfloat16, impl=impl_of(device))
         for w in masters(SHAPE, device)
@@ -154,6 +164,15 @@ def run_group(group: Any, device: str) -> dict[str, Any]:
     kept["shuffled"] = expert_parallel_experts(
         *forward, exchange=Shuffled(group), placement=placement, limit=LIMIT, impl=impl
     )
+    names = ("x", "ids", "weights", "shared")
+    for name, some in (
+        ("one expert", crowded(given)),
+        ("no tokens", {name: given[name][:0] for name in names}),
+    ):
+        x, *routed = (some[key] for key in names)
+        kept[name] = expert_parallel_experts(
+            x, *prepared, *routed, exchange=exchange, placement=placement, limit=LIMIT, impl=impl
+        )
     kept["fp8"] = fp8_over_ranks(exchange, part, device)
     kept["fp8 shuffled"] = fp8_over_ranks(Shuffled(group), part, device)
     leaves = [given[name].requires_grad_() for name in ("x", "weights", "shared")]

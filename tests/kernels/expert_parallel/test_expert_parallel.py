@@ -66,6 +66,17 @@ def test_expert_parallel_equals_one_rank(run: tuple[str, dict], name: str) -> No
             assert_bitwise_equal(out, expected, f"{size} ranks, {name}")
 
 
+def test_expert_parallel_of_one_expert_and_of_no_tokens(run: tuple[str, dict]) -> None:
+    device, by_size = run
+    expected = ranks.on_one_rank(device, one_expert=True).cpu()
+    assert not bitwise_equal(expected, ranks.on_one_rank(device).cpu())
+    for size, results in by_size.items():
+        for out in gathered(results, size, "one expert"):
+            assert_bitwise_equal(out, expected, f"{size} ranks")
+        for out in gathered(results, size, "no tokens"):
+            assert out.shape == (0, ranks.SHAPE.hidden)
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8 shuffled"])
 def test_fp8_expert_parallel_equals_one_rank(run: tuple[str, dict], name: str) -> None:
     device, by_size = run

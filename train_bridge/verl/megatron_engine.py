@@ -8,7 +8,6 @@ mbridge is needed to read a Hugging Face checkpoint, nor Transformer Engine to b
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,19 +19,16 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.megatron_utils import get_model, load_megatron_model_to_gpu
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
-from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
-from consistent_kernels.errors import ConfigurationError
 from consistent_kernels.model_facts import model_facts
-from consistent_kernels.protocol.handover import Handover
 from consistent_kernels.resolve import resolve_contract
-from train_bridge.determinism import deterministic_gradients
 from train_bridge.hf import bridge_state
 from train_bridge.megatron.checkpoint import load_hf_checkpoint, save_hf_checkpoint
 from train_bridge.megatron.config import transformer_config
 from train_bridge.megatron.model import bridge_gpt_model
 from train_bridge.megatron.provider import get_gpt_block_vllm_spec
 from train_bridge.modules import unwrapped
+from train_bridge.verl.engine_mixin import ConsistentEngineMixin
 from train_bridge.verl.scoring import score_request
 from train_bridge.verl.weight_stream import weight_stream
 
@@ -50,24 +46,36 @@ class FolderBridge:
             save_hf_checkpoint(models[0], weights_path)
 
 
-class ConsistentMegatronEngineWithLMHead(MegatronEngineWithLMHead):
+class ConsistentMegatronEngineWithLMHead(ConsistentEngineMixin, MegatronEngineWithLMHead):
     """`MegatronEngineWithLMHead` whose log-probs are the rollout's, bit for bit.
 
     Registered for backend megatron under the vendor "train_bridge" (see `registry.activate`).
     Micro-batches are always packed, without alignment padding.
     """
 
-    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse(model_config, engine_config)
-        self.served = False
-        super().__init__(model_config, engine_config, *args, **kwargs)
-        self._valid_vocab = len(model_config.tokenizer)
-        self._banned_ids = get_vision_placeholder_token_ids(model_config.processor) or None
-
-    def handover(self) -> Handover:
-        """Return this rank's receipt and report."""
-        *_, (_, record) = self.get_per_tensor_param()[0]
-        return Handover.from_tensor(record)
+    @staticmethod
+    def unsupported(model_config: Any, engine_config: Any) -> list[str]:
+        """As the mixin's, and what Megatron's configuration could ask for besides."""
+        found = ConsistentEngineMixin.unsupported(model_config, engine_config)
+        if model_config.lora and model_config.lora.get("rank", 0) > 0:
+            found.append("LoRA is not supported: the engine would run kernels outside the contract")
+        if model_config.mtp.enable:
+            found.append("multi-token prediction is not supported; turn mtp.enable off")
+        if engine_config.router_replay.mode != "disabled":
+            found.append(
+                "router_replay is not needed: both sides choose the same experts; disable it"
+            )
+        if engine_config.dynamic_context_parallel or engine_config.use_megatron_fsdp:
+            found.append("dynamic_context_parallel and use_megatron_fsdp are not supported")
+        if engine_config.override_mcore_model_config:
+            found.append("override_mcore_model_config is not supported; leave it empty")
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
+            size = getattr(engine_config, f"{kind}_parallel_size")
+            if size != 1:
+                found.append(f"{kind}_parallel_size={size} is not supported; use 1")
+        if engine_config.virtual_pipeline_model_parallel_size not in (None, 1):
+            found.append("virtual_pipeline_model_parallel_size is not supported; use null")
+        return found
 
     def _build_tf_config(self) -> None:
         """Set what verl's would: configuration, dtype, bridge; out of config.json alone."""
@@ -122,16 +130,6 @@ class ConsistentMegatronEngineWithLMHead(MegatronEngineWithLMHead):
         load_hf_checkpoint(model, Path(self.model_config.local_path))
         return model
 
-    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's; a training step with deterministic gradients where they are asked for."""
-        training = not (kwargs.get("forward_only") or (len(args) > 2 and args[2]))
-        wanted = self.engine_config.deterministic_gradients and training
-        switch = deterministic_gradients(get_device_name()) if wanted else contextlib.nullcontext()
-        with switch:
-            output = super().forward_backward_batch(*args, **kwargs)
-        self.served = True
-        return output
-
     def forward_step(
         self,
         batch_iter: Iterator[TensorDict],
@@ -162,36 +160,3 @@ class ConsistentMegatronEngineWithLMHead(MegatronEngineWithLMHead):
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if model and device == "cpu":
             bridge_state(self.module[0]).prepared.clear()
-
-
-def _refuse(model_config: Any, engine_config: Any) -> None:
-    """Refuse what would not be mirrored; the preflight names keys, this is the last line."""
-    found = []
-    if model_config.lora_rank > 0 or model_config.lora_adapter_path:
-        found.append("LoRA is not supported: the engine would run kernels outside the contract")
-    if model_config.lora and model_config.lora.get("rank", 0) > 0:
-        found.append("LoRA is not supported: the engine would run kernels outside the contract")
-    if model_config.use_fused_kernels:
-        found.append("use_fused_kernels replaces our forward; turn it off")
-    if model_config.mtp.enable:
-        found.append("multi-token prediction is not supported; turn mtp.enable off")
-    if engine_config.pad_to_length:
-        found.append("pad_to_length is not supported: padding is never computed; turn it off")
-    if engine_config.qat.enable:
-        found.append("qat is not supported; turn it off")
-    if engine_config.router_replay.mode != "disabled":
-        found.append("router_replay is not needed: both sides choose the same experts; disable it")
-    if engine_config.dynamic_context_parallel or engine_config.use_megatron_fsdp:
-        found.append("dynamic_context_parallel and use_megatron_fsdp are not supported")
-    if engine_config.override_mcore_model_config:
-        found.append("override_mcore_model_config is not supported; leave it empty")
-    for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
-        size = getattr(engine_config, f"{kind}_parallel_size")
-        if size != 1:
-            found.append(f"{kind}_parallel_size={size} is not supported; use 1")
-    if engine_config.virtual_pipeline_model_parallel_size not in (None, 1):
-        found.append("virtual_pipeline_model_parallel_size is not supported; use null")
-    if model_config.tokenizer is None:
-        found.append("the tokenizer is not loaded: its length bounds the vocabulary of the rollout")
-    if found:
-        raise ConfigurationError(found, "training engine")

@@ -5,13 +5,11 @@ of its requests are. Each row: microseconds of one call (20 in a CUDA graph, med
 with the splits that the keys need, with those of 10,240 and of 40,960 keys, and stock's call.
 
 Usage (sm_90, vLLM 0.25.1's CUDA wheel):
-    PYTHONPATH=kernels:. python benchmarks/decode_key_splits/run.py --out results.json
+    python -m benchmarks.decode_key_splits.run --out results.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.record import provenance
+from benchmarks.common import answer
 from consistent_kernels import vendored
 from consistent_kernels.attention import AttentionParameters, attention_paged
 
@@ -97,16 +95,9 @@ def _one(params: AttentionParameters, batch: int, keys: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="write the JSON here as well as to stdout")
-    parser.add_argument("--commit", help="hash of the sources, where this is no git checkout")
-    args = parser.parse_args()
-    question = {"question": __doc__.splitlines()[0]} | provenance(args.commit).to_dict()
-    text = json.dumps(question | {"rows": list(rows())}, indent=1)
-    sys.stdout.write(text + "\n")
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    args = answer.parser(__doc__).parse_args()
+    found = answer.start(__doc__, args)
+    answer.publish(found | {"rows": list(rows())}, args)
     return 0
 
 

@@ -4,13 +4,11 @@ For each (N, K): rows at 37 row counts from 1 to 4,096, and at offsets, against 
 512 against the Triton kernel; columns cut in two against one piece. Then times with a flushed L2.
 
 Usage (sm_90, vLLM 0.25.1's CUDA wheel, nvcc; compiles some 170 kernels at first):
-    PYTHONPATH=kernels:. python benchmarks/deep_gemm_rows/run.py --out results.json
+    python -m benchmarks.deep_gemm_rows.run --out results.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import answer
 from consistent_kernels import vendored
 from consistent_kernels.linear.triton import linear_fwd
 
@@ -88,12 +87,11 @@ def microseconds(call: Callable[[], Any], flush: torch.Tensor) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="write the JSON here as well as to stdout")
-    args = parser.parse_args()
+    args = answer.parser(__doc__).parse_args()
+    found = answer.start(__doc__, args)
     layers = [(*shape, torch.bfloat16) for shape in SHAPES]
     layers += [(*shape, torch.float32) for shape in HEADS]
-    found: dict[str, list[dict[str, Any]]] = {"bits": [bits(*layer) for layer in layers]}
+    found["bits"] = [bits(*layer) for layer in layers]
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     found["times"] = []
     for columns, inner, dtype in layers:
@@ -106,11 +104,7 @@ def main() -> int:
             }
             spans = {name: microseconds(call, flush) for name, call in calls.items()}
             found["times"].append({"columns": columns, "inner": inner, "rows": rows, **spans})
-    text = json.dumps(found, indent=1)
-    sys.stdout.write(text + "\n")
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    answer.publish(found, args)
     return 0
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -53,6 +54,7 @@ def time_us(tokens: int, tile: GroupedTile, gated: bool) -> tuple[float, torch.T
 
 def main() -> int:
     """Print one line of JSON a tile, the fastest of each group last."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for tokens, gated in itertools.product(TOKENS, (True, False)):
         _, expected = time_us(tokens, BASE_TILE, gated)
         rows = []

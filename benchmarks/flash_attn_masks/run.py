@@ -6,7 +6,7 @@ the future; then decode and prefill times of both. "stock" is vLLM's own call: n
 FA3's heuristic for their number; its differing calls are the control.
 
 Usage (sm_90, vLLM 0.25.1's CUDA wheel; one head dim under two masks takes some 10 s after imports):
-    PYTHONPATH=kernels:.:tests/support python benchmarks/flash_attn_masks/run.py \
+    PYTHONPATH=tests/support python -m benchmarks.flash_attn_masks.run \
         --out results.json --heads 9,3,64 --mask window:2 --mask "one group:2" --mask stock:1
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from attention_cases import fill_pages, make_batch
 
+from benchmarks.common import answer
 from consistent_kernels import vendored
 from consistent_kernels.attention import AttentionParameters, flash_attn
 from consistent_kernels.attention.spec import DEFAULT_KEY_SPLIT
@@ -153,8 +154,7 @@ def _mask(text: str) -> tuple[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="write the JSON here as well as to stdout")
+    parser = answer.parser(__doc__)
     parser.add_argument(
         "--heads", type=_heads, action="append", help="query heads,key heads,head dim; repeat it"
     )
@@ -165,7 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
     only.add_argument("--bits-only", action="store_true", help="time nothing")
     only.add_argument("--times-only", action="store_true", help="compare nothing")
     args = parser.parse_args(arguments)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    found = answer.start(__doc__, args) | {"rows": rows}
     for heads in args.heads or HEADS:
         for mask, at_least in args.mask or MASKS:
             flash_attn._forward = forward_under(mask, at_least)
@@ -185,9 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(row)
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
-            if args.out:  # as it goes: a run that is cut short keeps what it has
-                with open(args.out, "w") as file:
-                    file.write(json.dumps(rows, indent=1) + "\n")
+            answer.save(found, args)  # as it goes: a run that is cut short keeps what it has
     return 0
 
 

@@ -22,11 +22,10 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.common.record import provenance
+from benchmarks.common import answer
 from benchmarks.env import variables
 
 ENGINES = {
@@ -142,20 +141,18 @@ def spawn(args: argparse.Namespace, engine: str) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = answer.parser(__doc__)
     parser.add_argument("--model", required=True, help="HF checkpoint of the SmolLM2-135M shape")
     parser.add_argument("--requests", type=int, default=16, help="concurrent requests")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens a request")
     parser.add_argument("--samples", type=int, default=1, help="requests that share a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the engines")
-    parser.add_argument("--out", help="write the JSON here as well as to stdout")
-    parser.add_argument("--commit", help="hash of the sources, where this is no git checkout")
     parser.add_argument("--engine", choices=tuple(ENGINES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         sys.stdout.write(json.dumps(child(args)) + "\n")
         return 0
-    source = provenance(args.commit)
+    source = answer.start(__doc__, args)
     engines = [name for name in ENGINES if args.samples > 1 or name != "stock_bf16_pages_16"]
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for turn in range(args.repeats):
@@ -169,7 +166,7 @@ def main() -> int:
         {n: statistics.median(r[unit] for r in rs) for n, rs in runs.items()}
         for unit in ("tokens_per_s", "tokens_per_cpu_s")
     )
-    result = {
+    result = source | {
         "work": f"SmolLM2-135M shape, {args.requests} requests x {args.tokens} tokens, "
         f"{args.requests // args.samples} prompts",
         "unit": "tokens/s",
@@ -190,10 +187,6 @@ def main() -> int:
         "runs": runs,
         "threads": variables().get("OMP_NUM_THREADS", "default"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        **source.to_dict(),
     }
-    text = json.dumps(result, indent=2)
-    sys.stdout.write(text + "\n")
-    if args.out:
-        Path(args.out).write_text(text + "\n")
+    answer.publish(result, args)
     return 0

@@ -4,17 +4,17 @@ One set of bf16 logits goes through vLLM's own `compute_token_logprobs` as its c
 bf16 (prompt scoring), as fp32 (sampler, processed log-probs), for one id a row and for several.
 Each pair of callers is compared on fp32 bit patterns.
 
-Usage (CUDA, vLLM 0.25.1):  python benchmarks/stock_log_softmax/run.py --out results.json
+Usage (CUDA, vLLM 0.25.1):  python -m benchmarks.stock_log_softmax.run --out results.json
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 
 import torch
+
+from benchmarks.common import answer
 
 ROWS, VOCAB, CHUNK = 16_384, 151_936, 1_024
 
@@ -30,11 +30,8 @@ def peaked_bf16_logits(rows: int, seed: int) -> torch.Tensor:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="write the JSON here as well as to stdout")
-    args = parser.parse_args()
-    import triton
-    import vllm
+    args = answer.parser(__doc__).parse_args()
+    found = answer.start(__doc__, args)
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     callers = {
@@ -64,22 +61,8 @@ def main() -> int:
                 "max_abs_difference": float((whole[a] - whole[b]).abs().max()),
             }
         )
-    result = {
-        "question": "do equal logits give equal log-probs for every caller of the stock kernel?",
-        "mean_logprob": float(whole["fp32, 1 id"].mean()),
-        "pairs": pairs,
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        },
-    }
-    text = json.dumps(result, indent=2)
-    sys.stdout.write(text + "\n")
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    found |= {"mean_logprob": float(whole["fp32, 1 id"].mean()), "pairs": pairs}
+    answer.publish(found, args)
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import record
+from benchmarks.common import answer, record
 from benchmarks.common.rows import merge_into, merged, read_rows, require_mergeable
 from benchmarks.common.stats import in_turns, paired_ratio
 from consistent_kernels.errors import ConfigurationError, InvalidInputError
@@ -155,3 +155,15 @@ def test_a_changed_tree_is_named_dirty(
 ) -> None:
     monkeypatch.setattr(record, "_git", lambda *a: "f" * 40 if a[0] == "rev-parse" else changes)
     assert record.provenance().commit == "f" * 40 + suffix
+
+
+def test_an_answer_says_where_it_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doc = "Do they differ?\n\nMore."
+    args = answer.parser(doc).parse_args(["--out", str(tmp_path / "a.json"), "--commit", "abc"])
+    answer.publish(answer.start(doc, args) | {"rows": [1, 2]}, args)
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found == json.loads(capsys.readouterr().out)
+    assert (found["question"], found["commit"], found["rows"]) == ("Do they differ?", "abc", [1, 2])
+    assert {"hardware", "versions"} <= found.keys()

@@ -72,12 +72,13 @@ class RouterParameters:
         """
         _require_one_reading(config)
         experts = getattr(config, "num_experts", None) or config.n_routed_experts
-        scoring = getattr(config, "scoring_func", "softmax")
+        v4 = getattr(config, "model_type", None) == "deepseek_v4"
+        scoring = getattr(config, "scoring_func", "sqrtsoftplus" if v4 else "softmax")
         return cls(
             num_experts=experts,
             top_k=config.num_experts_per_tok,
             scoring=scoring,
-            # V4's configuration has no such field: its classes always renormalize.
+            # Where V4's configuration has no such field: its classes renormalize.
             renormalize=bool(getattr(config, "norm_topk_prob", True)),
             scale=float(getattr(config, "routed_scaling_factor", 1.0)),
             num_groups=getattr(config, "n_group", None) or 1,
@@ -94,14 +95,18 @@ def _require_one_reading(config: Any) -> None:
 
     Source: DeepseekV2MoE of vLLM's models/deepseek_v2.py (V2, V3 and V3.2), which takes softmax
     where scoring_func is absent, groups whatever topk_method says, and renormalizes as
-    norm_topk_prob says; transformers' DeepseekV3MoE is sigmoid whatever the configuration says, and
-    its DeepseekV2Moe does not group under "greedy" and never renormalizes.
+    norm_topk_prob says, as V4 does in vllm/models/deepseek_v4; transformers' DeepseekV3MoE is
+    sigmoid whatever the configuration says, its DeepseekV2Moe does not group under "greedy" and
+    never renormalizes, and its V4 routers always do.
     """
     family = getattr(config, "model_type", "") or ""
     scoring = getattr(config, "scoring_func", None)
     if family in ("deepseek_v3", "deepseek_v32") and scoring != "sigmoid":
         given = f"scoring_func={scoring!r} of a {family} model"
         raise UnsupportedError("router", given, ("scoring_func='sigmoid' in its config.json",))
+    if family == "deepseek_v4" and not getattr(config, "norm_topk_prob", True):
+        given = "norm_topk_prob=False of a deepseek_v4 model"
+        raise UnsupportedError("router", given, ("norm_topk_prob=True",))
     if family != "deepseek_v2":
         return
     groups = getattr(config, "n_group", None) or 1

@@ -30,6 +30,9 @@ def test_published_configurations_are_read() -> None:
     assert read(DeepseekV3Config(scoring_func="sigmoid", topk_method="noaux_tc")) == DEEPSEEK_V3
     assert read(DeepseekV4Config()) == DEEPSEEK_V4
     assert read(DeepseekV2Config(**V2)) == DEEPSEEK_V2
+    bare = DeepseekV4Config().to_dict()
+    del bare["scoring_func"], bare["norm_topk_prob"]
+    assert read(types.SimpleNamespace(**bare)) == DEEPSEEK_V4
     lite = V2 | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
     assert read(DeepseekV2Config(**lite)).num_groups == 1
     # transformers has no class of V3.2; its configuration has V3's names.
@@ -48,3 +51,7 @@ def test_what_vllm_and_transformers_read_in_two_senses_is_refused() -> None:
     ):
         with pytest.raises(UnsupportedError, match=text):
             RouterParameters.from_hf_config(DeepseekV2Config(**(V2 | change)))
+    with pytest.raises(
+        UnsupportedError, match="norm_topk_prob=False of a deepseek_v4 model is not"
+    ):
+        RouterParameters.from_hf_config(DeepseekV4Config(norm_topk_prob=False))

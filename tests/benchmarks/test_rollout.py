@@ -14,8 +14,8 @@ from benchmarks.common.clock import Clock
 from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import ProcessError
 from benchmarks.rollout.prompts import RandomPrompts
-from benchmarks.rollout.samples import Sample, compare, enough
-from benchmarks.rollout.session import ModelSession, Options
+from benchmarks.rollout.samples import Comparison, Sample, compare, enough
+from benchmarks.rollout.session import ModelSession, Options, ParityError, require
 from benchmarks.rollout.variants import STOCK, VARIANTS, variants
 from benchmarks.rollout.works import WORKS, chosen, tiny
 
@@ -118,6 +118,28 @@ def test_flat_logits_refuse_the_speed(logprob: float, monkeypatch: pytest.Monkey
     result = finished().result
     assert result.rows == []
     assert "too flat" in result.refusals[0]
+
+
+GOOD = Comparison(16_384, -1.0, engine=0, trainer=0, mismatched=0, first=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tokens": 16_383}, "only 16383 of 16384 tokens were compared"),
+        ({"trainer": None}, "no trainer scored the samples"),
+        ({"mismatched": 1, "trainer": 1, "first": "request 0"}, "1 of 16384 log-probs differ"),
+        ({"mean_logprob": -3.0}, "mean log-prob -3.00 is not above"),
+        ({"mean_logprob": float("nan")}, "mean log-prob nan is not above"),
+    ],
+)
+def test_each_condition_refuses_our_speed_and_no_peers(changes: dict[str, Any], text: str) -> None:
+    require(GOOD, VARIANTS["consistent"], 16_384)
+    found = dataclasses.replace(GOOD, **changes)
+    for name in ("consistent", "triton"):
+        with pytest.raises(ParityError, match=f"{text}.*no speed is reported"):
+            require(found, VARIANTS[name], 16_384)
+    require(found, VARIANTS["batch_invariant"], 16_384)
 
 
 def test_a_peer_is_measured_with_its_mismatch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.attention.checks import (
+from consistent_kernels.attention.arguments import (
     check_cache,
     check_heads,
     check_impl,

@@ -23,7 +23,7 @@ SHAPES = {
 """Groups, columns out, columns in."""
 _FP8 = "vLLM's V4 runs out_a in FP8, which is another arithmetic"
 _REASONS = {
-    "triton": "two tiles of equal bits, by the number of rows; stock's torch.bmm has many. " + _FP8,
+    "triton": "tiles of equal bits, by layer and rows. " + _FP8,
     "deep_gemm": _FP8,
 }
 

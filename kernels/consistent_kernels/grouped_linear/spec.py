@@ -39,12 +39,31 @@ TILES_BY_ROWS: TilesByRows = (
 Few rows: each program keeps 48 KB of weights on their way. More: fewer programs read a weight.
 """
 
-TILES_BY_INNER: tuple[tuple[int, TilesByRows], ...] = ()
-"""(K up to which they are used, tiles by rows), ascending, before TILES_BY_ROWS serves the rest."""
+TILES_BY_INNER: tuple[tuple[int, TilesByRows], ...] = (
+    (128, ((64, TritonTile(64, 128, 64, 4, 2)), (0, TmaTile(128, 256, 64, 8, 3)))),
+    (512, ((64, TritonTile(64, 64, 64, 4, 4)), (0, TmaTile(128, 128, 128, 8, 3)))),
+    (
+        1 << 30,
+        (
+            (64, TmaTile(64, 64, 128, 4, 5)),
+            (256, TmaTile(128, 128, 64, 8, 6)),
+            (0, TmaTile(128, 256, 64, 8, 3)),
+        ),
+    ),
+)
+"""(K up to which they are used, tiles by rows), ascending; TILES_BY_ROWS serves the other layers.
+
+Fastest on an H200 at V3.2's k_up and v_up and V4's out_a (benchmarks/results/schedules_h200.json).
+"""
 
 
 def tiles_of(columns: int, inner: int, has_tma: bool) -> TilesByRows:
-    """Return the tiles by rows of a layer [G, N, K], a property of the layer and the device."""
+    """Return the tiles by rows of a layer [G, N, K]: a property of the layer and the device.
+
+    Args:
+        columns, inner: N and K.
+        has_tma: the device has TMA and 227 KB of shared memory a block (sm_90, sm_100).
+    """
     for limit, tiles in TILES_BY_INNER:
         if inner <= limit and all(_serves(tile, columns, inner, has_tma) for _, tile in tiles):
             return tiles

@@ -83,7 +83,7 @@ def tiles_with_equal_bits(
 
 @functools.cache
 def _has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def tile_for(x: torch.Tensor, weight: torch.Tensor) -> TritonTile:

@@ -6,14 +6,13 @@ import functools
 
 import pytest
 import torch
+from grouped_linear_cases import COLUMNS, GROUPS, INNER, TOKENS
 from implementations import DEEP_GEMM_CUDA, REFERENCE_CPU, TRITON_CUDA
 
 
 @functools.cache
 def _compiled() -> None:
     # All kernels at once: one by one, at their first use, they would take minutes.
-    from test_grouped_linear import COLUMNS, GROUPS, INNER, TOKENS
-
     from consistent_kernels.deep_gemm_start import prepare
     from consistent_kernels.grouped_linear.deep_gemm_start import layer_shapes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grouped_linear_cases import COLUMNS, GROUPS, INNER, TOKENS
 from interpreted import output_interpreted
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
@@ -22,8 +23,6 @@ from consistent_kernels.testing import (
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 from train_bridge.functions.grouped_linear import GroupedLinearFunction
 
-GROUPS, INNER, COLUMNS = 3, 208, 80
-TOKENS = max(BATCH_SIZES)
 TILES = [tile for _, tile in TILES_BY_ROWS]
 
 
@@ -149,7 +148,7 @@ def test_grouped_linear_takes_a_probed_tile_only(monkeypatch: pytest.MonkeyPatch
     from consistent_kernels.grouped_linear import triton as program
 
     few, many = (torch.zeros(rows, 2, 4096, dtype=torch.bfloat16) for rows in (64, 65))
-    weight = torch.zeros(2, 80, 4096, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 80, 4096, dtype=torch.bfloat16)  # fits no other table
     monkeypatch.setattr(program, "tiles_with_equal_bits", lambda *args: {BASE_TILE, *TILES})
     assert [program.tile_for(x, weight) for x in (few, many)] == TILES
     monkeypatch.setattr(program, "tiles_with_equal_bits", lambda *args: {BASE_TILE, TILES[0]})

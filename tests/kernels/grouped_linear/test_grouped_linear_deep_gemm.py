@@ -162,15 +162,16 @@ def test_grouped_linear_deep_gemm_rejects_other_dtypes() -> None:
         deep_gemm.grouped_linear_fwd(x, torch.zeros(2, 8, 64, dtype=torch.float16))
 
 
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    """A device on which the kernels of SHAPES are compiled and probed."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    probe.prepare(layer_shapes(SHAPES.values(), 4096), device)
+    return device
+
+
 class TestOnHopper:
     pytestmark = on_hopper
-
-    @pytest.fixture(scope="class")
-    def device(self) -> torch.device:
-        """A device on which the kernels of SHAPES are compiled and probed."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        probe.prepare(layer_shapes(SHAPES.values(), 4096), device)
-        return device
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_grouped_linear_deep_gemm_is_batch_invariant(

@@ -6,12 +6,15 @@ import pytest
 import torch
 from interpreted import output_interpreted
 
-from consistent_kernels.grouped_linear.spec import TmaTile
+from consistent_kernels.grouped_linear import grouped_linear
+from consistent_kernels.grouped_linear.spec import TILES_BY_INNER, TmaTile
 from consistent_kernels.grouped_linear.triton_tma import fits
+from consistent_kernels.linear.probe import probe_inputs
 from consistent_kernels.testing import assert_bitwise_equal, hazard_activations
 from consistent_kernels.testing.cross_compile import ARCHITECTURES, cross_compile
 
-TILES = [TmaTile(128, 128, 128, 8, 2), TmaTile(64, 128, 64, 4, 3, resident=2)]
+CHOSEN = {tile for _, tiles in TILES_BY_INNER for _, tile in tiles if isinstance(tile, TmaTile)}
+TILES = [*sorted(CHOSEN, key=str), TmaTile(64, 128, 64, 4, 3, resident=2)]
 
 INTERPRETED = """
 import torch
@@ -84,7 +87,6 @@ def test_grouped_linear_tma_equals_the_base_tile(tile: TmaTile) -> None:
     from consistent_kernels.grouped_linear.spec import BASE_TILE
     from consistent_kernels.grouped_linear.triton import launch
     from consistent_kernels.grouped_linear.triton_tma import launch as launch_tma
-    from consistent_kernels.linear.probe import probe_inputs
 
     for rows in (1, 64, 65, 300):
         parts = probe_inputs(rows, 256, 128, torch.bfloat16)
@@ -93,3 +95,18 @@ def test_grouped_linear_tma_equals_the_base_tile(tile: TmaTile) -> None:
         wide[..., :128] = x.transpose(0, 1)
         expected = launch(x.transpose(0, 1), weight, BASE_TILE)
         assert_bitwise_equal(launch_tma(wide[..., :128], weight, tile), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tiles are of the CUDA program")
+@pytest.mark.parametrize(("columns", "inner"), [(512, 128), (128, 512), (1024, 4096)])
+def test_grouped_linear_tiles_keep_a_rows_bits(columns: int, inner: int) -> None:
+    """On both sides of every change of tiles; halves of K cancel, so bf16 hides no order."""
+    parts = probe_inputs(600, columns, inner, torch.bfloat16)
+    x, weight = (torch.stack((part, part.flip(0))).cuda() for part in parts)
+    x = x.transpose(0, 1)
+    whole = grouped_linear(x, weight, impl="triton")
+    for rows in (1, 17, 64, 65, 256, 257):
+        for first in (0, 600 - rows):
+            part = slice(first, first + rows)
+            assert_bitwise_equal(grouped_linear(x[part], weight, impl="triton"), whole[part])

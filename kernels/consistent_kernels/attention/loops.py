@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 
+# In every file of loops: Numba's cache on disk does not notice a change in another file.
 @numba.njit(inline="always")
 def _wide(bits: np.uint16) -> np.float32:
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)

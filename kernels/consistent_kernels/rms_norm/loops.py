@@ -20,6 +20,7 @@ from consistent_kernels.rms_norm.reference import add_rms_norm_ref, rms_norm_ref
 _PROBED_ROWS = 64
 
 
+# In every file of loops: Numba's cache on disk does not notice a change in another file.
 @numba.njit(inline="always")
 def _wide(bits: np.uint16) -> np.float32:
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)

@@ -16,6 +16,7 @@ import torch
 from consistent_kernels.rotary.reference import rotary_ref
 
 
+# In every file of loops: Numba's cache on disk does not notice a change in another file.
 @numba.njit(inline="always")
 def _wide(bits: np.uint16) -> np.float32:
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)

@@ -22,6 +22,10 @@ from consistent_kernels.experts import experts
 from consistent_kernels.experts.spec import GroupedTile
 from consistent_kernels.experts.triton import combine_fwd, outputs_with_tile
 from consistent_kernels.experts.triton_layout import expert_layout
+from consistent_kernels.experts.deep_gemm_places import Places
+from consistent_kernels.experts.deep_gemm_rows import combine_places
+from consistent_kernels.experts.reference import combine_ref
+from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
 
 fp16 = torch.float16
 for name in ("tiny", "ragged"):
@@ -54,6 +58,21 @@ for rows in (1, 16, 17, 1500, 8193):
                 seen += [(int(layout.order[p]), int(e)) for p in places]
         expected = [(i, int(e)) for i, e in enumerate(ids.tolist()) if e >= 0]
         assert sorted(seen) == expected, (rows, capacity)
+# The sums of both launchers, bit for bit: slots 0 and 2 cancel, so that the order shows.
+generator = torch.Generator().manual_seed(6)
+y, shared = (torch.randn(shape, generator=generator) for shape in ((9, 4, 72), (9, 72)))
+y[:, 2] = y[:, 0]
+weights = torch.tensor([[2.0**14, 0.3, -(2.0**14), 0.7]]).repeat(9, 1)
+ids = torch.arange(36).view(9, 4) % 5
+ids[4], ids[5, 1] = -1, -1
+expected = combine_ref(y, ids, weights, shared)
+assert_bitwise_equal(combine_fwd(y, ids, weights, shared), expected)
+place = torch.where(ids < 0, -1, torch.arange(36).view(9, 4)).int().flatten()
+places = Places(place, place, place, None)
+assert_bitwise_equal(combine_places(y.view(36, 72), places, weights, shared), expected)
+for order in ([3, 2, 1, 0], [0, 2, 1, 3]):
+    other = combine_ref(y[:, order], ids[:, order], weights[:, order], shared)
+    assert not bitwise_equal(other, expected), "another order shows"
 print("same")
 """
 

@@ -74,6 +74,12 @@ for columns, inner in ((192, 384), (80, 200)):
     # Both add 128 exact products in some order, then promote alike: see test_fp8_linear.py.
     bound = 2 * magnitude * (128 + 2 + 3) * 2**-24 * (1 + 2**-10)
     assert bool(((actual.double() - expected.double()).abs() <= bound).all())
+# Small integers have exact sums in any order: the scales' roundings are left, bit for bit.
+generator = torch.Generator().manual_seed(7)
+q = [torch.randint(-2, 3, (n, 200), generator=generator).float() for n in (70, 80)]
+scales = [torch.rand(shape, generator=generator) + 0.5 for shape in ((70, 2), (1, 2))]
+given = (q[0].to(torch.float8_e4m3fn), scales[0], q[1].to(torch.float8_e4m3fn), scales[1])
+assert_bitwise_equal(fp8_gemm_fwd(*given, torch.float32), fp8_gemm_ref(*given, torch.float32))
 print("done")
 """
 

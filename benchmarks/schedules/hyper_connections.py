@@ -1,4 +1,7 @@
-"""Schedules of the hyper-connection maps: the whole op, then its two kernels alone."""
+"""Schedules of the hyper-connection maps: the whole op, then its two kernels alone.
+
+Without stock, whose kernels TileLang compiles for each batch, 8 s each: `benchmarks.ops` has them.
+"""
 
 from __future__ import annotations
 
@@ -28,41 +31,37 @@ Pair = tuple[MixSchedule, MapSchedule]
 Maps = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _COMPILERS = 14
-_ORDER = (64, 256, 4096, 1)
-"""Tokens, what decides most first."""
+_ORDER = (256, 4096, 64, 1)
+"""Tokens, what is least known first."""
 
-FEW_MIXES = [
-    *(MixSchedule(1), MixSchedule(1, warps=8), MixSchedule(1, early=False)),
-    *(MixSchedule(4), MixSchedule(4, warps=8), MixSchedule(4, stages=4)),
+_FEW = [
+    *((MixSchedule(1), MapSchedule()), (MixSchedule(1, early=False), MapSchedule())),
+    *((MixSchedule(1), MapSchedule(overlap=False)), (MixSchedule(1), MapSchedule(256))),
 ]
-SOME_MIXES = [
-    *(MixSchedule(4), MixSchedule(4, warps=8), MixSchedule(4, stages=4)),
-    *(MixSchedule(4, early=False), MixSchedule(1), MixSchedule(1, warps=8)),
-]
-MANY_MIXES = [
-    *(MixSchedule(32), MixSchedule(32, stages=2), MixSchedule(32, stages=4)),
-    *(MixSchedule(32, row_tile=128, warps=8), MixSchedule(32, warps=8)),
-    *(MixSchedule(32, early=False), MixSchedule(4), MixSchedule(4, row_tile=128, warps=8)),
-]
-FEW_MAPS = [
-    *(MapSchedule(512, 1), MapSchedule(512, 1, overlap=False), MapSchedule(256, 1)),
-    *(MapSchedule(1024, 2), MapSchedule(1024, 4)),
-]
-SOME_MAPS = [
-    *(MapSchedule(512, 1), MapSchedule(512, 1, overlap=False), MapSchedule(1024, 1)),
-    *(MapSchedule(1024, 2), MapSchedule(2048, 4), MapSchedule(512, 1, 8)),
-]
-MANY_MAPS = [
-    *(MapSchedule(512, 1, 8), MapSchedule(512, 1, 8, overlap=False), MapSchedule(512, 1, 1)),
-    *(MapSchedule(1024, 1, 8), MapSchedule(1024, 2, 8), MapSchedule(2048, 4, 8)),
-]
-SCHEDULES = {
-    1: (FEW_MIXES, FEW_MAPS),
-    64: (FEW_MIXES, FEW_MAPS),
-    256: (SOME_MIXES, SOME_MAPS),
-    4096: (MANY_MIXES, MANY_MAPS),
+PAIRS = {
+    1: _FEW,
+    64: _FEW,
+    256: [
+        *((MixSchedule(4), MapSchedule()), (MixSchedule(1), MapSchedule())),
+        *((MixSchedule(4), MapSchedule(1024)), (MixSchedule(1), MapSchedule(1024))),
+        *((MixSchedule(4), MapSchedule(comb_tokens=8)), (MixSchedule(4, stages=4), MapSchedule())),
+        (MixSchedule(4, early=False), MapSchedule()),
+        (MixSchedule(4), MapSchedule(overlap=False)),
+        (MixSchedule(1), MapSchedule(overlap=False)),
+    ],
+    4096: [
+        *((MixSchedule(32), MapSchedule(size, warps, 8)) for size, warps in ((512, 1), (1024, 1))),
+        *((MixSchedule(32), MapSchedule(size, warps, 8)) for size, warps in ((1024, 2), (2048, 4))),
+        (MixSchedule(32), MapSchedule(1024, 2, 8, overlap=False)),
+        (MixSchedule(32), MapSchedule(1024, 2, 1)),
+        (MixSchedule(32, early=False), MapSchedule(1024, 2, 8)),
+        (MixSchedule(32, stages=4), MapSchedule(1024, 2, 8)),
+        (MixSchedule(32, row_tile=128, warps=8), MapSchedule(1024, 2, 8)),
+        (MixSchedule(4), MapSchedule(1024, 2, 8)),
+        (MixSchedule(4, row_tile=128, warps=8), MapSchedule(1024, 2, 8)),
+    ],
 }
-"""Tokens to what is worth a try: mixes with the committed map, and maps with the committed mix."""
+"""Tokens to what is worth a try beside the committed pair."""
 
 POSTS = [
     *(PostSchedule(512, 1), PostSchedule(512, 2), PostSchedule(1024, 2), PostSchedule(1024, 4)),
@@ -81,11 +80,9 @@ def pair_name(pair: Pair) -> str:
 
 
 def pairs(tokens: int) -> list[Pair]:
-    """Return the committed schedules of a batch, then those that differ in one of the two."""
-    mix, maps = mix_schedule(tokens, 24), map_schedule(tokens)
-    mixes, others = SCHEDULES[tokens]
-    tried = [(mix, maps), *((m, maps) for m in mixes), *((mix, m) for m in others)]
-    return list(dict.fromkeys(tried))
+    """Return the committed schedules of a batch, then the others."""
+    committed = mix_schedule(tokens, 24), map_schedule(tokens)
+    return list(dict.fromkeys([committed, *PAIRS[tokens]]))
 
 
 def groups(setting: Setting) -> Iterator[Group]:
@@ -101,7 +98,7 @@ def groups(setting: Setting) -> Iterator[Group]:
         _compile(x[:1], weights)
     for m in tokens:
         for op, values in weights.items():
-            yield _whole(setting, op, x[:m], values)
+            yield _whole(op, x[:m], values)
     yield _post(setting, x, weights["hc_pre"])
     if setting.device == "cuda":
         for m in tokens:
@@ -114,10 +111,7 @@ def _shape(x: torch.Tensor) -> str:
     return f"M={x.shape[0]} S={x.shape[1]} H={x.shape[2]}"
 
 
-def _whole(setting: Setting, op: str, x: torch.Tensor, weights: Maps) -> Group:
-    stock: Callable[[], Any] = functools.partial(
-        cases._stock_pre if op == "hc_pre" else cases._stock_head, x, weights
-    )
+def _whole(op: str, x: torch.Tensor, weights: Maps) -> Group:
     if x.is_cuda:
         variants = {pair_name(pair): _call(op, x, weights, pair) for pair in pairs(x.shape[0])}
     elif op == "hc_pre":
@@ -131,7 +125,7 @@ def _whole(setting: Setting, op: str, x: torch.Tensor, weights: Maps) -> Group:
         shape=_shape(x),
         variants=variants,
         chosen=next(iter(variants)),
-        stock={"stock": stock} if cases._has_stock(setting) else {},
+        stock={},
     )
 
 
@@ -159,13 +153,12 @@ def _post(setting: Setting, x: torch.Tensor, weights: Maps) -> Group:
         }
     else:
         variants = {"reference": functools.partial(hc_post, y, x, post, comb, impl=impl)}
-    stock = functools.partial(cases._stock_post, y, x, post, comb)
     return Group(
         op="hc_post",
         shape=_shape(x),
         variants=variants,
         chosen=next(iter(variants)),
-        stock={"stock": stock} if cases._has_stock(setting) else {},
+        stock={},
     )
 
 
@@ -228,8 +221,9 @@ def _map_alone(
 def _compile(x: torch.Tensor, weights: dict[str, Maps]) -> None:
     """Run each kernel once, in threads; the number of tokens specializes nothing."""
     from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+    from consistent_kernels.hyper_connections.triton_post import hc_post_fwd
 
-    every = list(dict.fromkeys(pair for tokens in SCHEDULES for pair in pairs(tokens)))
+    every = list(dict.fromkeys(pair for tokens in PAIRS for pair in pairs(tokens)))
     mixes = dict.fromkeys((mix, maps.overlap) for mix, maps in every)
     maps = dict.fromkeys((MixSchedule(mix.parts), schedule) for mix, schedule in every)
     jobs: list[Callable[[], Any]] = []
@@ -242,6 +236,10 @@ def _compile(x: torch.Tensor, weights: dict[str, Maps]) -> None:
     for values in weights.values():
         for mix, overlap in mixes:
             jobs.append(functools.partial(hc_mix_fwd, x.flatten(1), values[0], mix, overlap))
+    y, gates = x[:, 0], x.new_zeros((1, 4 + 16), dtype=torch.float32)
+    post, comb = gates[:, :4].contiguous(), gates[:, 4:].reshape(1, 4, 4)
+    for schedule in dict.fromkeys([post_schedule(4096), *POSTS]):
+        jobs.append(functools.partial(hc_post_fwd, y, x, post, comb, schedule))
     jobs.pop(0)()  # alone: the first one sets Triton up
     with ThreadPoolExecutor(_COMPILERS) as pool:
         for done in [pool.submit(job) for job in jobs]:

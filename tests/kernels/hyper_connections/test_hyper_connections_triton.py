@@ -149,41 +149,21 @@ def weights_on_cuda(hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
-@pytest.mark.parametrize("tokens", [5, 200])
-def test_hc_pre_of_eight_streams_gives_equal_bits(tokens: int) -> None:
-    """Eighty mixes: no pipeline, or shared memory does not hold it."""
-    from consistent_kernels.hyper_connections.triton import hc_map_fwd
+def test_the_terms_of_fn_lose_no_bit() -> None:
+    """Rows of x with one 1 pick single elements of fn: sums of three terms, and zeros."""
+    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
 
-    x = hazard_activations((tokens, 8, 640), seed=7, device="cuda")
-    g = torch.Generator().manual_seed(8)
-    weights = [torch.randn(80, 8 * 640, generator=g) * 0.05, torch.ones(3), torch.zeros(80)]
-    run = (x, *(value.cuda() for value in weights), 1e-6, 1e-6, 20, 2.0, True)
-    expected = hc_map_fwd(*run)
-    for parts in PARTS:
-        for actual, value in zip(
-            hc_map_fwd(*run, mix=MixSchedule(parts, warps=8, stages=1)), expected, strict=True
-        ):
-            assert_bitwise_equal(actual, value)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
-def test_schedules_of_hc_pre_give_equal_bits(tokens: int) -> None:
-    from consistent_kernels.hyper_connections.triton import hc_map_fwd
-
-    x = hazard_activations((tokens, 4, 1160), seed=4, device="cuda")
-    weights = weights_on_cuda(1160)
-    numbers = (1e-6, 1e-6, 20, 2.0)
-    expected = hc_map_fwd(x, *weights, *numbers, has_comb=True)
-    mixes = [MixSchedule(parts, early=early) for parts in PARTS for early in (True, False)]
-    mixes += [MixSchedule(RUN_PARTS, row_tile=128, warps=8), MixSchedule(1, warps=8)]
-    maps = [MapSchedule(overlap=False), MapSchedule(1024, 4, 1), MapSchedule(512, 1, 8)]
-    for mix in mixes:
-        for schedule in maps:
-            other = hc_map_fwd(x, *weights, *numbers, has_comb=True, mix=mix, maps=schedule)
-            for actual, value in zip(other, expected, strict=True):
-                assert_bitwise_equal(actual, value)
+    g = torch.Generator().manual_seed(6)
+    fn = torch.randn(24, 4096, generator=g).cuda()
+    at = torch.randint(4096, (256,), generator=g).cuda()
+    x = torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda")
+    x[torch.arange(256, device="cuda"), at] = 1.0
+    picked = hc_mix_fwd(x, fn, MixSchedule(SPAN_PARTS), False)[0]
+    assert_bitwise_equal(picked[:, :24].contiguous(), fn[:, at].t().contiguous())
+    assert_bitwise_equal(picked[:, 24].contiguous(), torch.ones(256, device="cuda"))
+    # The control: two terms alone are not fn.
+    high = fn.bfloat16().float()
+    assert not torch.equal(high + (fn - high).bfloat16().float(), fn)
 
 
 @pytest.mark.gpu
@@ -205,18 +185,39 @@ def test_divisions_without_a_branch_have_the_bits_of_div_rn(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
-def test_the_terms_of_fn_lose_no_bit() -> None:
-    """Rows of x with one 1 pick single elements of fn: sums of three terms, and zeros."""
-    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_hc_pre_of_eight_streams_gives_equal_bits(tokens: int) -> None:
+    """Eighty mixes: no pipeline, or shared memory does not hold it."""
+    from consistent_kernels.hyper_connections.triton import hc_map_fwd
 
-    g = torch.Generator().manual_seed(6)
-    fn = torch.randn(24, 4096, generator=g).cuda()
-    at = torch.randint(4096, (256,), generator=g).cuda()
-    x = torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda")
-    x[torch.arange(256, device="cuda"), at] = 1.0
-    picked = hc_mix_fwd(x, fn, MixSchedule(SPAN_PARTS), False)[0]
-    assert_bitwise_equal(picked[:, :24].contiguous(), fn[:, at].t().contiguous())
-    assert_bitwise_equal(picked[:, 24].contiguous(), torch.ones(256, device="cuda"))
-    # The control: two terms alone are not fn.
-    high = fn.bfloat16().float()
-    assert not torch.equal(high + (fn - high).bfloat16().float(), fn)
+    x = hazard_activations((tokens, 8, 640), seed=7, device="cuda")
+    g = torch.Generator().manual_seed(8)
+    weights = [torch.randn(80, 8 * 640, generator=g) * 0.05, torch.ones(3), torch.zeros(80)]
+    run = (x, *(value.cuda() for value in weights), 1e-6, 1e-6, 20, 2.0, True)
+    expected = hc_map_fwd(*run)
+    for parts in PARTS:
+        for actual, value in zip(
+            hc_map_fwd(*run, mix=MixSchedule(parts, warps=8, stages=1)), expected, strict=True
+        ):
+            assert_bitwise_equal(actual, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
+@pytest.mark.parametrize("tokens", [1, 65, 200])
+def test_schedules_of_hc_pre_give_equal_bits(tokens: int) -> None:
+    from consistent_kernels.hyper_connections.triton import hc_map_fwd
+
+    x = hazard_activations((tokens, 4, 1160), seed=4, device="cuda")
+    weights = weights_on_cuda(1160)
+    numbers = (1e-6, 1e-6, 20, 2.0)
+    expected = hc_map_fwd(x, *weights, *numbers, has_comb=True)
+    maps = MapSchedule()
+    pairs = [(MixSchedule(parts), maps) for parts in PARTS]
+    pairs += [(MixSchedule(RUN_PARTS, row_tile=128, warps=8), maps)]
+    pairs += [(MixSchedule(RUN_PARTS, early=False), MapSchedule(1024, 2, 8))]
+    pairs += [(MixSchedule(RUN_PARTS), MapSchedule(overlap=False))]
+    for mix, schedule in pairs:
+        other = hc_map_fwd(x, *weights, *numbers, has_comb=True, mix=mix, maps=schedule)
+        for actual, value in zip(other, expected, strict=True):
+            assert_bitwise_equal(actual, value)

@@ -299,6 +299,8 @@ def experts(
     """
     if topk_ids.dim() == 2:
         validate_slots("experts", topk_ids, topk_weights)
+    if x.dim() == 2:
+        validate_shared("experts", shared, x)
     y = expert_outputs(x, w13, w2, topk_ids, limit=limit, layout=layout, impl=impl)
     return combine(y, topk_ids, topk_weights, shared, impl=impl)
 

@@ -306,17 +306,18 @@ def fp8_experts(
     Returns:
         [T, H], dtype of x.
     """
+    _validate_forward(x, w13, w2, topk_ids, scale_format, limit, layout, impl)
+    validate_slots("fp8_experts", topk_ids, topk_weights)
+    validate_shared("fp8_experts", shared, x)
     if impl == "deep_gemm":
         # One launch less, and the rows are not written once more.
-        _validate_forward(x, w13, w2, topk_ids, scale_format, limit, layout, impl)
-        validate_slots("fp8_experts", topk_ids, topk_weights)
-        validate_shared("fp8_experts", shared, x)
         stacked = (w13.values, w13.scale, w2.values, w2.scale)
         return torch.ops.consistent_kernels.fp8_experts(
             x, *stacked, topk_ids, topk_weights, shared, limit, scale_format, layout
         )
-    options = {"scale_format": scale_format, "limit": limit, "layout": layout, "impl": impl}
-    y = fp8_expert_outputs(x, w13, w2, topk_ids, **options)
+    y = torch.ops.consistent_kernels.fp8_expert_outputs(
+        x, w13.values, w13.scale, w2.values, w2.scale, topk_ids, limit, scale_format, layout, impl
+    )
     return combine(y, topk_ids, topk_weights, shared, impl=experts_of(impl))
 
 

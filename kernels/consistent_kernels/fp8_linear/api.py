@@ -176,10 +176,12 @@ def fp8_linear(
     Raises:
         InvalidInputError, UnsupportedError: as `fp8_gemm` and `quantize_rows`.
     """
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    _check_common("fp8_linear", scale_format, out_dtype, impl)
-    if x.dim() != 2:
-        raise invalid("fp8_linear", "x", "2-D", f"{x.dim()}-D")
+    _check_common("fp8_linear", scale_format, out_dtype or torch.bfloat16, impl)
+    if x.dim() != 2 or x.dtype not in _OUT_DTYPES:
+        expected = "2-D bfloat16, float16 or float32"
+        raise invalid("fp8_linear", "x", expected, f"{x.dim()}-D {x.dtype}")
+    if weight.device != x.device:
+        raise invalid("fp8_linear", "weight", f"on {x.device}", weight.device)
     _check_weight("fp8_linear", weight, weight_scale, x.shape[1])
     values, scale = quantize_rows(
         x,
@@ -194,7 +196,7 @@ def fp8_linear(
         weight_scale,
         scale_format=scale_format,
         impl=impl,
-        out_dtype=out_dtype,
+        out_dtype=x.dtype if out_dtype is None else out_dtype,
     )
 
 

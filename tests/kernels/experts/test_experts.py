@@ -457,7 +457,7 @@ def test_experts_reject_bad_inputs() -> None:
     with pytest.raises(InvalidInputError, match=r"topk_weights must be .* on cpu, got .* on meta"):
         call(topk_weights=weights.to("meta"))
     with pytest.raises(
-        InvalidInputError, match=r"shared must be torch\.bfloat16 of shape \(3, 64\)"
+        InvalidInputError, match=r"experts: shared must be torch\.bfloat16 of shape \(3, 64\)"
     ):
         call(shared=x.float())
     with pytest.raises(InvalidInputError, match="limit must be positive or None, got 0"):

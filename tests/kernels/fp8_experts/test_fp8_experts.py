@@ -373,6 +373,13 @@ def test_fp8_experts_reject_bad_inputs() -> None:
         call(w13=Fp8ExpertWeight(w13.values, w13.scale.to("meta")))
     with pytest.raises(InvalidInputError, match=r"topk_ids must be in \[-1, 6\), got 6 to 6"):
         call(topk_ids=torch.full_like(ids, 6))
+    slots = r"fp8_experts: topk_weights must be torch\.float32 of shape \(3, 3\) on cpu, got "
+    for wrong in (weights[:2], weights.bfloat16(), weights.to("meta")):
+        with pytest.raises(InvalidInputError, match=slots):
+            call(topk_weights=wrong)
+    for wrong in (x.float(), x[:2]):
+        with pytest.raises(InvalidInputError, match=r"fp8_experts: shared must be torch\.bfloat16"):
+            call(shared=wrong)
     with pytest.raises(UnsupportedError, match="scale_format 'e5m3' is not supported"):
         call(scale_format="e5m3")
     with pytest.raises(UnsupportedError, match="layout 'dense' is not supported; supported: cont"):

@@ -428,8 +428,13 @@ def test_fp8_linear_rejects_bad_inputs() -> None:
     x = torch.zeros(2, 256, dtype=torch.bfloat16)
     values, scale = weights(128, 256, "reference", "cpu")
     good = {"scale_format": "fp32", "impl": "reference"}
-    with pytest.raises(InvalidInputError, match=r"fp8_linear: x must be 2-D, got 3-D"):
-        fp8_linear(x[None], values, scale, **good)
+    for wrong in (x[None], x.int(), x.to(torch.float8_e4m3fn), x.double()):
+        with pytest.raises(
+            InvalidInputError, match=r"fp8_linear: x must be 2-D bf.*, got [23]-D t"
+        ):
+            fp8_linear(wrong, values, scale, **good)
+    with pytest.raises(InvalidInputError, match="fp8_linear: weight must be on meta, got cpu"):
+        fp8_linear(x.to("meta"), values, scale, **good)
     with pytest.raises(InvalidInputError, match=r"weight must be .* of shape \(N, 256\), got"):
         fp8_linear(x, values[:, :128], scale, **good)
     with pytest.raises(InvalidInputError, match="Quantize it with quantize_weight"):

@@ -420,6 +420,7 @@ class ModelSession:
             "pairs": ratio.pairs,
             "ours": statistics.median(ours),
             "stock": statistics.median(theirs),
+            "rounds": [list(pair) for pair in zip(ours, theirs, strict=True)],
             "unit": work.unit,
             "lower_is_better": work.lower_is_better,
             "mismatched_tokens": found.mismatched,

@@ -70,6 +70,8 @@ def test_rows_hold_what_the_table_needs() -> None:
     assert result.refusals == []
     (row,) = result.rows
     assert row["ratio_to_stock"] == row["ratio_low"] == row["ratio_high"] == pytest.approx(0.8)
+    assert len(row["rounds"]) == row["pairs"]
+    assert all(ours / stock == pytest.approx(0.8) for ours, stock in row["rounds"])
     assert (row["ours"], row["stock"], row["unit"], row["pairs"]) == (80.0, 100.0, "tokens/s", 3)
     assert (row["mismatched_tokens"], row["stock_mismatched_tokens"]) == (0, 0)
     assert (row["contract"], row["runner"]) == ("d1", "V2")

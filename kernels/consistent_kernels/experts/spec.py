@@ -59,7 +59,7 @@ Sizes as in vLLM's table for 128 experts of width 768 on an H200 (fused_moe/conf
 SORT_BLOCKS = ((8192, 1024, 4), (0, 4096, 8))
 """(rows up to which it is used, rows read at once, warps): integers, which no bit follows."""
 
-COMBINE_BLOCK = 1024
+COMBINE_BLOCK = 512
 NUM_WARPS = 4
 
 LAYOUTS = ("contiguous", "masked", "fastest")

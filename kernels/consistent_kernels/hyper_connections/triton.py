@@ -33,17 +33,28 @@ from consistent_kernels.triton_tree import halving_tree_rows
 
 
 @triton.jit
-def _row_sums(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum a [ROWS, COLUMNS = 8 * 2**LEVELS] block over columns; returns [ROWS].
+def _row_squares(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum the squares of a [ROWS, COLUMNS = 8 * 2**LEVELS] block over columns; returns [ROWS].
 
-    Halving trees of 8 adjacent values, which one thread holds, then a halving tree of these.
+    Of 8 adjacent values, which one thread holds, in ascending order; of these sums a halving tree.
+    A square of bf16 is exact in fp32, and so an fma rounds as a product and a sum do.
     """
-    total = tl.reshape(values, (ROWS, COLUMNS // 8, 8))
-    for level in tl.static_range(3):
-        halves = tl.reshape(total, (ROWS, COLUMNS // 8, 2, 4 >> level))
-        left, right = tl.split(tl.permute(halves, (0, 1, 3, 2)))
-        total = left + right
-    total = tl.reshape(total, (ROWS, COLUMNS // 8))
+    eights = tl.reshape(x.to(tl.float32), (ROWS, COLUMNS // 8, 2, 2, 2))
+    even, odd = tl.split(eights)
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    total = x0 * x0
+    total = tl.fma(x1, x1, total)
+    total = tl.fma(x2, x2, total)
+    total = tl.fma(x3, x3, total)
+    total = tl.fma(x4, x4, total)
+    total = tl.fma(x5, x5, total)
+    total = tl.fma(x6, x6, total)
+    total = tl.fma(x7, x7, total)
     for level in tl.static_range(LEVELS):
         total = tl.sum(tl.reshape(total, (ROWS, 2, COLUMNS >> (level + 4))), 1)
     return tl.reshape(total, (ROWS,))
@@ -120,8 +131,7 @@ def _hc_mix_fwd_kernel(
         low = tl.dot(x, third.T)
         middle = tl.dot(x, second.T)
         high = tl.dot(x, first.T)
-        x32 = x.to(tl.float32)
-        square_run += _row_sums(x32 * x32, ROW_TILE, K_PART, PART_LEVELS)
+        square_run += _row_squares(x, ROW_TILE, K_PART, PART_LEVELS)
         run += (low + middle) + high
         if PARTS > RUN_PARTS:
             ends = part % RUN_PARTS == RUN_PARTS - 1

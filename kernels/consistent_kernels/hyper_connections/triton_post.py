@@ -24,8 +24,10 @@ def _hc_post_fwd_kernel(
     S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    # Programs beside each other share a token: they read and write what lies together.
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < H
     streams = tl.arange(0, S)
     y = tl.load(y_ptr + token * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -51,7 +53,7 @@ def hc_post_fwd(
     out = torch.empty((tokens, streams, hidden), dtype=x.dtype, device=x.device)
     if tokens:
         flat, rows = aligned_rows(x.flatten(1)), aligned_rows(y)
-        _hc_post_fwd_kernel[(tokens, triton.cdiv(hidden, schedule.hidden_block))](
+        _hc_post_fwd_kernel[(tokens * triton.cdiv(hidden, schedule.hidden_block),)](
             rows, flat, aligned(post.contiguous()), aligned(comb.contiguous()), out,
             rows.stride(0), flat.stride(0), H=hidden, S=streams, BLOCK_H=schedule.hidden_block,
             num_warps=schedule.warps, enable_fp_fusion=False,

@@ -59,6 +59,10 @@ def _interleaved_rotary_in_place(
     if impl == "reference":
         interleaved_rotary_in_place_ref(positions, x, cos, sin, inverse)
         return
+    # Here and not in the public function: a compiled graph's tensors have no address.
+    if x.data_ptr() % 16:
+        given = f"address {x.data_ptr():#x}"
+        raise invalid("interleaved_rotary_", "x", "aligned to 16 bytes", given)
     from consistent_kernels.interleaved_rotary.triton import interleaved_rotary_in_place
 
     interleaved_rotary_in_place(positions, x, cos, sin, inverse)
@@ -159,7 +163,7 @@ def interleaved_rotary_(
     _check(op, positions, x, rope, impl)
     if x.requires_grad and torch.is_grad_enabled():
         raise invalid(op, "x", "without a gradient (use interleaved_rotary)", "requires_grad=True")
-    aligned = all(stride % 16 == 0 for stride in x.stride()[:2]) and x.data_ptr() % 16 == 0
+    aligned = all(stride % 16 == 0 for stride in x.stride()[:2])
     if x.stride(2) != 1 or 0 in x.stride() or (impl == "triton" and not aligned):
         raise invalid(
             op,

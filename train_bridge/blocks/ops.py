@@ -9,6 +9,7 @@ from consistent_kernels.blocks.parameters import LATENT
 from consistent_kernels.compressor import CompressorParameters
 from consistent_kernels.kv_cache_fp8 import KVLayout
 from consistent_kernels.rotary import RopeParameters
+from train_bridge.functions.ambient import isolated
 from train_bridge.functions.compressor import CompressFunction, CompressorStateFunction
 from train_bridge.functions.grouped_linear import GroupedLinearFunction
 from train_bridge.functions.interleaved_rotary import InterleavedRotaryFunction
@@ -19,6 +20,16 @@ from train_bridge.functions.sparse_attention import (
     SparseAttentionFP8Function,
     SparseAttentionFunction,
 )
+
+_compress = isolated(CompressFunction)
+_compressor_state = isolated(CompressorStateFunction)
+_grouped_linear = isolated(GroupedLinearFunction)
+_interleaved_rotary = isolated(InterleavedRotaryFunction)
+_kv_cache_fp8 = isolated(KVCacheFP8Function)
+_linear = isolated(LinearFunction)
+_rms_norm = isolated(RMSNormFunction)
+_sparse_attention_fp8 = isolated(SparseAttentionFP8Function)
+_sparse_attention = isolated(SparseAttentionFunction)
 
 
 class TrainableBlockOps(BlockOps):
@@ -34,7 +45,7 @@ class TrainableBlockOps(BlockOps):
         self, x: torch.Tensor, name: str, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """As `BlockOps.linear`."""
-        return LinearFunction.apply(
+        return _linear(
             x,
             self.weights[name],
             None,
@@ -45,7 +56,7 @@ class TrainableBlockOps(BlockOps):
 
     def grouped_linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """As `BlockOps.grouped_linear`."""
-        return GroupedLinearFunction.apply(x, self.weights[name], self.programs.grouped_linear)
+        return _grouped_linear(x, self.weights[name], self.programs.grouped_linear)
 
     def rms_norm(self, x: torch.Tensor, name: str | None, eps: float) -> torch.Tensor:
         """As `BlockOps.rms_norm`."""
@@ -53,7 +64,7 @@ class TrainableBlockOps(BlockOps):
             weight = torch.ones(x.shape[-1], dtype=self.dtype, device=x.device)
         else:
             weight = self.weights[name]
-        return RMSNormFunction.apply(x, weight, eps, self.programs.other)
+        return _rms_norm(x, weight, eps, self.programs.other)
 
     def interleaved_rotary(
         self,
@@ -62,20 +73,20 @@ class TrainableBlockOps(BlockOps):
         rope: RopeParameters,
     ) -> torch.Tensor:
         """As `BlockOps.interleaved_rotary`."""
-        return InterleavedRotaryFunction.apply(positions, x, rope, False, self.programs.other)
+        return _interleaved_rotary(positions, x, rope, False, self.programs.other)
 
     def inverse_rotary_(
         self, positions: torch.Tensor, x: torch.Tensor, rope: RopeParameters
     ) -> torch.Tensor:
         """As `BlockOps.inverse_rotary_`, to a new tensor: autograd keeps x."""
-        return InterleavedRotaryFunction.apply(positions, x, rope, True, self.programs.other)
+        return _interleaved_rotary(positions, x, rope, True, self.programs.other)
 
     def compressor_state(
         self, kv_score: torch.Tensor, name: str, positions: torch.Tensor
     ) -> torch.Tensor:
         """As `BlockOps.compressor_state`."""
         bias = self.weights[f"{name}_bias"]
-        return CompressorStateFunction.apply(kv_score, bias, positions, self.programs.other)
+        return _compressor_state(kv_score, bias, positions, self.programs.other)
 
     def compress(
         self,
@@ -88,7 +99,7 @@ class TrainableBlockOps(BlockOps):
     ) -> torch.Tensor:
         """As `BlockOps.compress`."""
         weight = self.weights[f"{name}_norm"]
-        return CompressFunction.apply(
+        return _compress(
             state, weight, rows, positions, rope, params, self.dtype, self.programs.other
         )
 
@@ -103,7 +114,7 @@ class TrainableBlockOps(BlockOps):
     ) -> torch.Tensor:
         """As `BlockOps.sparse_attention`."""
         values = None if sinks is None else self.weights[sinks]
-        return SparseAttentionFunction.apply(
+        return _sparse_attention(
             q, kv, indices, values, scale, d_v, self.programs.attention, self.backward
         )
 
@@ -126,13 +137,13 @@ class TrainableBlockOps(BlockOps):
         if self.programs.read == "fp8":
             values = None if sinks is None else self.weights[sinks]
             more = (None, None) if extra is None else extra
-            return SparseAttentionFP8Function.apply(
+            return _sparse_attention_fp8(
                 q, kv, indices, *more, values, scale, layout, self.programs.attention,
                 self.programs.other, self.backward,
             )  # fmt: skip
-        rows = KVCacheFP8Function.apply(kv, layout, self.programs.other)
+        rows = _kv_cache_fp8(kv, layout, self.programs.other)
         if extra is not None:
-            behind = KVCacheFP8Function.apply(extra[0], layout, self.programs.other)
+            behind = _kv_cache_fp8(extra[0], layout, self.programs.other)
             more = torch.where(extra[1] >= 0, extra[1] + len(rows), -1)
             rows, indices = torch.cat((rows, behind)), torch.cat((indices, more), dim=1)
         return self.sparse_attention(q, rows, indices, scale, LATENT, sinks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps, BlockPrograms, V32Parameters, v32_weight_shapes
-from consistent_kernels.blocks.paging import require_hidden
 from consistent_kernels.blocks.v32 import project, project_index, project_out
 from consistent_kernels.indexer import indexer_scores
 from consistent_kernels.kv_cache_fp8 import (
@@ -17,7 +16,7 @@ from consistent_kernels.kv_cache_fp8 import (
 )
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
-from train_bridge.blocks.packed_attention import AS_THEY_ARE, PackedAttention
+from train_bridge.blocks.packed_attention import PackedAttention
 from train_bridge.blocks.packing import PackedSequences
 
 
@@ -47,31 +46,11 @@ class PackedV32Attention(PackedAttention):
         backward: str = "own",
     ) -> None:
         """Take masters by the names of `v32_weight_shapes`; `backward` is of sparse attention."""
-        super().__init__(v32_weight_shapes(params), weights, programs, backward)
-        self.params = params
+        super().__init__(v32_weight_shapes(params), weights, params, programs, backward)
 
-    def _ops(self) -> TrainableBlockOps:
-        weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        ops = TrainableBlockOps(weights, self.programs)
-        ops.backward = self.backward_name
-        return ops
-
-    @torch.compiler.disable(reason=AS_THEY_ARE)
-    def forward(self, hidden: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
-        """Attend inside each sequence.
-
-        Args:
-            hidden: [T, hidden] bf16; sequences: of the same T tokens.
-
-        Returns:
-            [T, hidden] bf16.
-
-        Raises:
-            InvalidInputError: hidden states of another shape or dtype.
-        """
-        ops = self._ops()
-        tokens = len(sequences.positions)
-        require_hidden("PackedV32Attention", hidden, tokens, self.params.hidden, ops.dtype)
+    def _attend(
+        self, ops: TrainableBlockOps, hidden: torch.Tensor, sequences: PackedSequences
+    ) -> torch.Tensor:
         projected = project(ops, self.params, hidden, sequences.positions)
         selected = self._select(ops, hidden.detach(), projected.compressed_q.detach(), sequences)
         starts = sequences.starts.to(torch.int32).unsqueeze(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.blocks import BlockOps, BlockPrograms, V4Parameters, v4_weight_shapes
-from consistent_kernels.blocks.paging import require_hidden
 from consistent_kernels.blocks.v4 import (
     all_entries,
     project,
@@ -18,7 +17,7 @@ from consistent_kernels.kv_cache_fp8 import V4
 from consistent_kernels.sparse_attention import window_and_selected
 from consistent_kernels.sparse_topk import sparse_topk
 from train_bridge.blocks.ops import TrainableBlockOps
-from train_bridge.blocks.packed_attention import AS_THEY_ARE, PackedAttention
+from train_bridge.blocks.packed_attention import PackedAttention
 from train_bridge.blocks.packing import PackedSequences
 from train_bridge.blocks.v32 import index_keys
 
@@ -38,27 +37,13 @@ class PackedV4Attention(PackedAttention):
         backward: str = "own",
     ) -> None:
         """Take masters by the names of `v4_weight_shapes`; `backward` is of sparse attention."""
-        super().__init__(v4_weight_shapes(params), weights, programs, backward)
-        self.params = params
+        super().__init__(v4_weight_shapes(params), weights, params, programs, backward)
 
-    @torch.compiler.disable(reason=AS_THEY_ARE)
-    def forward(self, hidden: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
-        """Attend inside each sequence.
-
-        Args:
-            hidden: [T, hidden] bf16; sequences: of the same T tokens.
-
-        Returns:
-            [T, hidden] bf16.
-
-        Raises:
-            InvalidInputError: hidden states of another shape or dtype.
-        """
-        weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        ops = TrainableBlockOps(weights, self.programs)
-        ops.backward = self.backward_name
+    def _attend(
+        self, ops: TrainableBlockOps, hidden: torch.Tensor, sequences: PackedSequences
+    ) -> torch.Tensor:
+        weights = dict(ops.weights)
         params, positions = self.params, sequences.positions
-        require_hidden("PackedV4Attention", hidden, len(positions), params.hidden, ops.dtype)
         projected = project(ops, params, hidden, positions)
         extra = None
         if params.ratio > 1:

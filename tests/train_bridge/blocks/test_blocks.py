@@ -10,7 +10,7 @@ from block_cases import BLOCKS, PROGRAMS, BlockCase, chunked, prefill_then_decod
 
 from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
-from train_bridge.blocks import PackedSequences
+from train_bridge.blocks import PackedSequences, ops
 
 LENGTHS = {"cpu": [3, 70, 40], "hca": [3, 131, 40], "cuda": [3, 2200, 40, 700, 129]}
 """Contexts below and above top-k, around the window and around whole windows of the compressor."""
@@ -154,8 +154,6 @@ def test_block_graph_replay_equals_eager(name: str) -> None:
 
 
 def test_control_a_trainer_without_the_fp8_cache_differs(selecting: BlockCase, device: str) -> None:
-    from train_bridge.functions.kv_cache_fp8 import KVCacheFP8Function
-
     case = selecting
     lengths = [33]
     hidden = case.hidden(33, seed=4)
@@ -163,7 +161,7 @@ def test_control_a_trainer_without_the_fp8_cache_differs(selecting: BlockCase, d
     programs = dataclasses.replace(case.programs, read="workspace")
     case = dataclasses.replace(case, programs=programs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCacheFP8Function, "apply", lambda kv, layout, impl: kv)
+        patch.setattr(ops, "_kv_cache_fp8", lambda kv, layout, impl: kv)
         other, _ = trained(case, lengths, hidden)
     assert not bitwise_equal(other, expected)
 

@@ -79,9 +79,10 @@ def pair_name(pair: Pair) -> str:
     return f"mix {name(pair[0])}; map {name(pair[1])}"
 
 
-def pairs(tokens: int) -> list[Pair]:
+def pairs(tokens: int, mixes: int) -> list[Pair]:
     """Return the committed schedules of a batch, then the others."""
-    committed = mix_schedule(tokens, 24), map_schedule(tokens)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    committed = mix_schedule(tokens, mixes, hopper), map_schedule(tokens, mixes)
     return list(dict.fromkeys([committed, *PAIRS[tokens]]))
 
 
@@ -113,7 +114,10 @@ def _shape(x: torch.Tensor) -> str:
 
 def _whole(op: str, x: torch.Tensor, weights: Maps) -> Group:
     if x.is_cuda:
-        variants = {pair_name(pair): _call(op, x, weights, pair) for pair in pairs(x.shape[0])}
+        variants = {
+            pair_name(pair): _call(op, x, weights, pair)
+            for pair in pairs(x.shape[0], len(weights[2]))
+        }
     elif op == "hc_pre":
         run = functools.partial(hc_pre, x, *weights, norm_eps=1e-6, eps=1e-6, iterations=20)
         variants = {"reference": functools.partial(run, impl="reference")}
@@ -166,7 +170,7 @@ def _mixes(op: str, x: torch.Tensor, weights: Maps) -> Iterator[Group]:
     """One group for each number of parts: what they leave to the map kernel differs."""
     from consistent_kernels.hyper_connections.triton import hc_mix_fwd
 
-    mixes = list(dict.fromkeys(mix for mix, _ in pairs(x.shape[0]) if mix.early))
+    mixes = list(dict.fromkeys(mix for mix, _ in pairs(x.shape[0], len(weights[2])) if mix.early))
     written = weights[0].shape[0] + 1
 
     def run(mix: MixSchedule) -> torch.Tensor:
@@ -187,15 +191,14 @@ def _maps(op: str, x: torch.Tensor, weights: Maps) -> Group:
     """The map kernel on what a mix kernel left before, so that nothing overlaps."""
     from consistent_kernels.hyper_connections.triton import hc_mix_fwd
 
-    committed = mix_schedule(x.shape[0], 24)
-    tried = pairs(x.shape[0])
+    tried = pairs(x.shape[0], len(weights[2]))
     variants = {}
     for mix, maps in dict.fromkeys((MixSchedule(mix.parts), maps) for mix, maps in tried):
         part = hc_mix_fwd(x.flatten(1), weights[0], mix, True)
         variants[f"parts={mix.parts} {name(maps)}"] = functools.partial(
             _map_alone, op, x, part, weights, (mix, maps)
         )
-    chosen = f"parts={committed.parts} {name(tried[0][1])}"
+    chosen = f"parts={tried[0][0].parts} {name(tried[0][1])}"
     return Group(op=f"{op} map kernel", shape=_shape(x), variants=variants, chosen=chosen, stock={})
 
 
@@ -223,7 +226,7 @@ def _compile(x: torch.Tensor, weights: dict[str, Maps]) -> None:
     from consistent_kernels.hyper_connections.triton import hc_mix_fwd
     from consistent_kernels.hyper_connections.triton_post import hc_post_fwd
 
-    every = list(dict.fromkeys(pair for tokens in PAIRS for pair in pairs(tokens)))
+    every = list(dict.fromkeys(pair for m in PAIRS for n in (24, 4) for pair in pairs(m, n)))
     mixes = dict.fromkeys((mix, maps.overlap) for mix, maps in every)
     maps = dict.fromkeys((MixSchedule(mix.parts), schedule) for mix, schedule in every)
     jobs: list[Callable[[], Any]] = []

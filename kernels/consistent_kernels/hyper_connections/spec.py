@@ -22,7 +22,7 @@ SPEC = OpSpec(
 )
 
 ROW_TILE = 64
-"""Triton: tokens of one GEMM program; the same instruction serves 1 token and 4096."""
+"""Triton: tokens of one GEMM instruction, the same for 1 token and 4096."""
 
 K_PART = 128
 """Triton: columns of one partial sum, multiplied by one `tl.dot` for each term of fn."""
@@ -78,27 +78,42 @@ class PostSchedule:
 _NARROW = 32
 """Mixes up to which the stages of a pipeline fit into shared memory (8 streams: 80 mixes)."""
 
+_FEW = 16
+"""Mixes up to which fn is little work beside x (the head: 4)."""
 
-def mix_schedule(tokens: int, mixes: int) -> MixSchedule:
-    """Return the schedule of a batch for fn of so many rows."""
+
+def mix_schedule(tokens: int, mixes: int, hopper: bool) -> MixSchedule:
+    """Return the schedule of a batch for fn of so many rows, as `benchmarks.schedules` found it.
+
+    Args:
+        hopper: whether two warp groups may share a tile of 128 tokens: there they run the same
+            instruction of 64 rows. Elsewhere a tile has ROW_TILE tokens.
+    """
     parts = RUN_PARTS * SPAN_RUNS
-    if tokens <= 2 * ROW_TILE:
+    if tokens <= 2 * ROW_TILE or (mixes <= _FEW and tokens <= 4 * ROW_TILE):
         parts = 1
     elif tokens <= 16 * ROW_TILE:
         parts = RUN_PARTS
     if mixes > _NARROW:
         return MixSchedule(parts, warps=8, stages=1)
-    return MixSchedule(parts)
+    if hopper and tokens >= 64 * ROW_TILE:
+        return MixSchedule(parts, row_tile=2 * ROW_TILE, warps=8)
+    # The map kernel's programs wait on the device, and many of them are in the mix kernel's way.
+    return MixSchedule(parts, early=parts == 1)
 
 
-def map_schedule(tokens: int) -> MapSchedule:
-    """Return the schedule of a batch."""
-    return MapSchedule(comb_tokens=1 if tokens <= 1024 else 8)
+def map_schedule(tokens: int, mixes: int) -> MapSchedule:
+    """Return the schedule of a batch for fn of so many rows."""
+    if tokens > 16 * ROW_TILE:
+        return MapSchedule(1024, 2, comb_tokens=8)
+    if mixes <= _FEW and 2 * ROW_TILE < tokens <= 4 * ROW_TILE:
+        return MapSchedule(1024)
+    return MapSchedule()
 
 
 def post_schedule(tokens: int) -> PostSchedule:
     """Return the schedule of a batch."""
-    return PostSchedule()
+    return PostSchedule(warps=1 if tokens <= 16 * ROW_TILE else 2)
 
 
 _SHARED = {

@@ -377,10 +377,8 @@ def _block_n(count: int) -> int:
     return max(16, triton.next_power_of_2(count + 1))
 
 
-def _overlaps(schedule: MapSchedule, device: torch.device) -> bool:
-    if not schedule.overlap or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def hc_mix_fwd(
@@ -432,8 +430,9 @@ def hc_map_fwd(
         empty without comb.
     """
     tokens, streams, hidden = x.shape
-    mix = mix or mix_schedule(tokens, fn.shape[0])
-    maps = maps or map_schedule(tokens)
+    count = fn.shape[0]
+    mix = mix or mix_schedule(tokens, count, hopper=_major(x.device) == 9)
+    maps = maps or map_schedule(tokens, count)
     device = x.device
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     shapes = ((tokens, streams), (tokens, streams, streams)) if has_comb else ((0,), (0,))
@@ -443,7 +442,7 @@ def hc_map_fwd(
     flat, fn = aligned_rows(x.flatten(1)), aligned(fn.contiguous())
     # Before the mix kernel: nothing may come between the two.
     scale, base = aligned(scale.contiguous()), aligned(base.contiguous())
-    overlap = _overlaps(maps, device)
+    overlap = maps.overlap and _major(device) >= 9
     part = hc_mix_fwd(flat, fn, mix, overlap)
     launch_maps(
         flat, part, scale, base, (out, post, comb), norm_eps, eps, iterations, post_multiplier,

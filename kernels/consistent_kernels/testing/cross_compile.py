@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ def cross_compile(
     num_warps: int = 4,
     num_stages: int = 2,
     enable_fp_fusion: bool = True,
+    aligned: Collection[str] = (),
 ) -> bytes:
     """Return the cubin of `kernel` for compute capability `arch` (90 for sm_90).
 
@@ -29,6 +30,7 @@ def cross_compile(
         signature: {argument: Triton type}, e.g. {"x_ptr": "*bf16", "eps": "fp32"}.
         constexprs: {constexpr argument: value}.
         enable_fp_fusion: whether the compiler may contract a product and a sum to an fma.
+        aligned: arguments that are multiples of 16, as a launcher's are that aligns them.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -36,7 +38,12 @@ def cross_compile(
 
     full = dict(signature) | dict.fromkeys(constexprs, "constexpr")
     ordered = {name: full[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constexprs))
+    divisible = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name in aligned
+    }
+    source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constexprs), attrs=divisible)
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", arch, 32),

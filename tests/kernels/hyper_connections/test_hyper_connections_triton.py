@@ -61,7 +61,8 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
     from consistent_kernels.hyper_connections import triton as kernels
     from consistent_kernels.hyper_connections.triton_post import _hc_post_fwd_kernel
 
-    mix, maps, post = mix_schedule(tokens, 24), map_schedule(tokens), post_schedule(tokens)
+    mix, maps = mix_schedule(tokens, 24, arch == 90), map_schedule(tokens, 24)
+    post = post_schedule(tokens)
     compiled = [
         (kernels._hc_mix_fwd_kernel, mix_constexprs(mix), mix.warps, mix.stages),
         (kernels._hc_map_fwd_kernel, map_constexprs(maps, mix.parts), maps.warps, 3),
@@ -78,6 +79,7 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,
+            aligned=[n for n in kernel.arg_names if n.endswith(("_ptr", "_stride"))],
         )
         assert cubin.startswith(b"\x7fELF")
         assert stack_bytes(cubin, tmp_path) == 0
@@ -85,9 +87,10 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
 
 def test_a_schedule_takes_whole_parts_runs_or_spans() -> None:
     batches = (1, 64, 128, 129, 1024, 1025, 4096, 1 << 20)
-    chosen = [mix_schedule(tokens, 24).parts for tokens in batches]
+    chosen = [mix_schedule(tokens, 24, True).parts for tokens in batches]
     assert chosen == sorted(chosen)
     assert set(chosen) <= set(PARTS)
+    assert {mix_schedule(tokens, 24, False).row_tile for tokens in batches} == {64}
 
 
 INTERPRETED = """

@@ -19,8 +19,8 @@ _STREAMS = 4
 _NUMBERS = {"norm_eps": 1e-6, "eps": 1e-6}
 _ITERATIONS = 20
 _REASON = (
-    "K is cut at the same columns for any number of tokens, and fn keeps its fp32 bits as three bf16 "
-    "terms; stock splits K by the batch and multiplies in TF32"
+    "K is cut at the same columns for any number of tokens, and fn keeps its fp32 bits as three "
+    "bf16 terms; stock splits K by the batch and multiplies in TF32"
 )
 _NO_STOCK = "stock's mHC kernels are TileLang's, which is not installed here"
 

@@ -15,37 +15,14 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels import vendored
 from consistent_kernels.alignment import aligned
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.linear.deep_gemm import pieces
-
-_EXPRESSION = "bhr,hdr->bhd"
-_TMA_ELEMENTS = 8
-"""bf16 elements of 16 bytes: what TMA's strides are multiples of."""
-
-
-def is_served(columns: int, inner: int) -> bool:
-    """Whether DeepGEMM computes a layer [G, N, K] bf16; else the Triton kernel does."""
-    return columns % _TMA_ELEMENTS == 0 and inner % _TMA_ELEMENTS == 0
-
-
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-    """Write x W^T to y, fp32 accumulation, one rounding.
-
-    Args:
-        x: [M, G, K] bf16, unit stride in K, its first element and other strides of 16 bytes.
-        weight: [G, N, K], y: [M, G, N], both contiguous.
-    """
-    library, start = vendored.deep_gemm(), 0
-    sizes = pieces(x.shape[0])
-    if len(sizes) == 1:
-        library.einsum(_EXPRESSION, x, weight, y)
-        return
-    for rows in sizes:
-        part = slice(start, start + rows)
-        library.einsum(_EXPRESSION, x[part], weight, y[part])
-        start += rows
+from consistent_kernels.grouped_linear.deep_gemm_grouped import (
+    TMA_ELEMENTS,
+    grouped_gemm,
+    is_served,
+)
+from consistent_kernels.grouped_linear.deep_gemm_start import start
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +30,7 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
     rows, groups, inner = x.shape
     strides = (x.stride(0), x.stride(1))
     # A row of stride 0 or of rows that overlap would need no copy, but nobody has shown it.
-    strided = all(stride % _TMA_ELEMENTS == 0 and stride >= inner for stride in strides)
+    strided = all(stride % TMA_ELEMENTS == 0 and stride >= inner for stride in strides)
     if x.data_ptr() % 16 == 0 and x.stride(2) == 1 and strided:
         return x
     return x.new_empty((rows, groups, inner)).copy_(x)
@@ -68,8 +45,6 @@ def grouped_linear_fwd(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         UnsupportedError: x is not bf16.
         NumericsError: the probe found that bits follow the batch.
     """
-    from consistent_kernels.grouped_linear.deep_gemm_start import start
-
     if x.dtype != torch.bfloat16:
         raise UnsupportedError(
             "grouped_linear", f"{x.dtype} with impl 'deep_gemm'", ["torch.bfloat16"]

@@ -14,7 +14,7 @@ from consistent_kernels.deep_gemm_start import (
     fill_operands,
     has_passed,
 )
-from consistent_kernels.grouped_linear.deep_gemm import grouped_gemm, is_served
+from consistent_kernels.grouped_linear.deep_gemm_grouped import grouped_gemm, is_served
 
 _FEWEST_ROWS = 1024
 """Rows of a probe at first use: every tile below PIECES, and two pieces."""

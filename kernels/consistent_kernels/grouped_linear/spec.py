@@ -79,7 +79,7 @@ def _serves(tile: TritonTile, columns: int, inner: int, has_tma: bool) -> bool:
 _FILES = {
     "reference": ("api.py",),
     "triton": ("triton.py", "triton_tma.py"),
-    "deep_gemm": ("deep_gemm.py", "triton.py", "triton_tma.py"),
+    "deep_gemm": ("deep_gemm.py", "deep_gemm_grouped.py", "triton.py", "triton_tma.py"),
 }
 _SHARED = {
     "reference": ("linear/reference.py", "linear/tiles.py"),

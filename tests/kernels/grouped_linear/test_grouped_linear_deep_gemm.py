@@ -14,7 +14,12 @@ from implementations import HAS_DEEP_GEMM
 
 from consistent_kernels import deep_gemm_start as probe
 from consistent_kernels.errors import NumericsError, UnsupportedError
-from consistent_kernels.grouped_linear import deep_gemm, deep_gemm_start, grouped_linear
+from consistent_kernels.grouped_linear import (
+    deep_gemm,
+    deep_gemm_grouped,
+    deep_gemm_start,
+    grouped_linear,
+)
 from consistent_kernels.grouped_linear.deep_gemm_start import GroupedShape, layer_shapes
 from consistent_kernels.linear.reference import linear_ref
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
@@ -55,7 +60,7 @@ class StandIn:
 def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     fake = types.SimpleNamespace(deep_gemm=lambda: stand_in)
-    monkeypatch.setattr(deep_gemm, "vendored", fake)
+    monkeypatch.setattr(deep_gemm_grouped, "vendored", fake)
     deep_gemm_start.start.cache_clear()
     monkeypatch.setattr(probe, "_passed", set())
     yield stand_in
@@ -80,7 +85,7 @@ def weights(groups: int = 2, columns: int = 24, inner: int = 40) -> torch.Tensor
 def test_grouped_linear_deep_gemm_is_chosen_by_layer(
     columns: int, inner: int, served: bool
 ) -> None:
-    assert deep_gemm.is_served(columns, inner) is served
+    assert deep_gemm_grouped.is_served(columns, inner) is served
     found = layer_shapes([(2, columns, inner)], 100_000)
     assert found == ({GroupedShape(2, columns, inner, 16384)} if served else set())
 
@@ -130,7 +135,7 @@ def test_control_the_start_refuses_rows_that_follow_the_batch(
     library: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fault(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-        deep_gemm.grouped_gemm(x, weight, y)
+        deep_gemm_grouped.grouped_gemm(x, weight, y)
         if x.shape[0] == 17:
             y.view(torch.int16)[3, 1, 5] ^= 1
 

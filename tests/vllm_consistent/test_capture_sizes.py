@@ -24,6 +24,8 @@ def config(checkpoints: Callable[[str], Path]) -> Any:
         max_num_seqs=24,
     )
     config = arguments.create_engine_config()
+    # Where another test has registered the plugin, its hook set the CPU's eager mode.
+    config.model_config.enforce_eager = False
     config.compilation_config.cudagraph_mode = None
     config.compilation_config.cudagraph_capture_sizes = None
     config.compilation_config.max_cudagraph_capture_size = None

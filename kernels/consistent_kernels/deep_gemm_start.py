@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import functools
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -106,6 +107,13 @@ def pieces(rows: int) -> tuple[int, ...]:
         found += [size] * (rows // size)
         rows %= size
     return (*found, rows) if rows else tuple(found)
+
+
+@functools.cache
+def parts(rows: int) -> tuple[slice, ...]:
+    """Return the rows of each call of `pieces`."""
+    bounds = itertools.accumulate(pieces(rows), initial=0)
+    return tuple(slice(first, end) for first, end in itertools.pairwise(bounds))
 
 
 def probed_rows(max_rows: int) -> list[int]:

@@ -28,6 +28,14 @@ def test_every_row_count_is_compiled_by_one_process(processes: int) -> None:
     assert sorted(given) == sorted(wanted)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 511, 512, 513, 1536, 2047, 16384, 40000])
+def test_parts_are_the_rows_of_each_call(rows: int) -> None:
+    every = list(range(rows))
+    parts = [every[part] for part in start.parts(rows)]
+    assert [row for part in parts for row in part] == every
+    assert tuple(map(len, parts)) == start.pieces(rows)
+
+
 def test_calls_with_kernels_of_their_own_are_compiled_side_by_side() -> None:
     jobs = start._shared_out(SHAPES[:2], 12)
     own = [sum(rows[0] in PIECES for _, rows in job) for job in jobs]

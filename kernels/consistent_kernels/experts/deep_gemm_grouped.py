@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.deep_gemm_start import pieces
+from consistent_kernels.deep_gemm_start import parts
 from consistent_kernels.experts.deep_gemm_places import Places, capacity_of
 from consistent_kernels.vendored import deep_gemm
 
@@ -44,12 +44,9 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, places: Places) -> torch
         rows, out = x.view(*shape, inner), y.view(*shape, columns)
         library.m_grouped_bf16_gemm_nt_masked(rows, weight, out, places.count, MASKED_HINT)
         return y
-    start = 0
     # Experts stand one after the other: a cut makes at most one expert's weight be read twice.
-    for size in pieces(x.shape[0]):
-        part = slice(start, start + size)
+    for part in parts(x.shape[0]):
         library.m_grouped_bf16_gemm_nt_contiguous(x[part], weight, y[part], places.expert[part])
-        start += size
     return y
 
 

@@ -111,12 +111,16 @@ def contiguous_places(rows: int, num_experts: int) -> int:
     return triton.cdiv(places, step) * step
 
 
-def empty_masked_places(ids: torch.Tensor, num_experts: int) -> Places:
-    """Return uninitialized places of the masked layout for `ids` [T, K] of `num_experts`."""
-    capacity = capacity_of(ids.shape[0])
+def empty_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Places:
+    """Return uninitialized places for `ids` [T, K]; arguments as in `expert_places`."""
+    capacity = capacity_of(ids.shape[0]) if masked else None
+    if capacity is not None:
+        places = num_experts * capacity
+    else:
+        places = contiguous_places(ids.numel(), num_experts)
     place, expert, count = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (ids.numel(), num_experts * capacity, num_experts)
+        for size in (ids.numel(), places, num_experts)
     )
     return Places(place, expert, count, capacity)
 
@@ -130,24 +134,15 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
         masked: [E, capacity] places, a capacity of T rounded up (ids of a token are distinct);
             else one expert after the other, each from a multiple of 128, their number rounded up.
     """
-    tokens, slots = ids.shape
-    rows = tokens * slots
-    capacity = capacity_of(tokens) if masked else None
-    if capacity is not None:
-        places = num_experts * capacity
-    else:
-        places = contiguous_places(rows, num_experts)
-    place = torch.empty(rows, dtype=torch.int32, device=ids.device)
-    expert = torch.empty(places, dtype=torch.int32, device=ids.device)
-    count = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    places = empty_places(ids, num_experts, masked=masked)
     _expert_places_kernel[(num_experts,)](
         ids,
-        place,
-        expert,
-        count,
-        rows,
-        places,
-        capacity or 0,
+        places.place,
+        places.expert,
+        places.count,
+        ids.numel(),
+        places.expert.numel(),
+        places.capacity or 0,
         E=num_experts,
         BINS=triton.next_power_of_2(num_experts + 1),
         MASKED=masked,
@@ -156,4 +151,4 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
         BLOCK=_SORT_BLOCK,
         num_warps=_NUM_WARPS,
     )
-    return Places(place, expert, count, capacity)
+    return places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.deep_gemm_start import pieces
+from consistent_kernels.deep_gemm_start import parts
 from consistent_kernels.experts import deep_gemm_grouped as bf16
 from consistent_kernels.experts.deep_gemm_grouped import MASKED_HINT
 from consistent_kernels.experts.deep_gemm_places import Places
@@ -53,12 +53,9 @@ def grouped_gemm(
             rows, weight, out, places.count, MASKED_HINT, **options
         )
         return y
-    first = 0
-    for size in pieces(x[0].shape[0]):
-        part = slice(first, first + size)
+    for part in parts(x[0].shape[0]):
         rows = (x[0][part], tma_aligned_scales(x[1][part]))
         library.m_grouped_fp8_gemm_nt_contiguous(
             rows, weight, y[part], places.expert[part], **options
         )
-        first += size
     return y

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from consistent_kernels.experts import deep_gemm_places
 from consistent_kernels.experts.deep_gemm_places import (
     NO_PLACE_LEFT,
     PLACE_ALIGNMENT,
     Places,
-    empty_masked_places,
 )
 from consistent_kernels.experts.triton_activation import gated_activation
 from consistent_kernels.quantization.spec import GROUP
@@ -286,7 +286,7 @@ def place_and_quantize(
         ids: [T, slots] int32 contiguous, at most PLACED_ROWS rows; distinct in a token.
     """
     columns, rows = x.shape[1], ids.numel()
-    places = empty_masked_places(ids, num_experts)
+    places = deep_gemm_places.empty_places(ids, num_experts, masked=True)
     out = empty_places(places, columns)
     (_, column_blocks), block = _grid(rows, columns)
     _place_and_quantize_kernel[(max(rows, num_experts), column_blocks)](

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from consistent_kernels.alignment import aligned
-from consistent_kernels.deep_gemm_start import pieces
+from consistent_kernels.deep_gemm_start import parts
 from consistent_kernels.errors import NumericsError, UnsupportedError
 from consistent_kernels.fp8_linear.probe import Operands, probe_operands, rows_that_differ
 from consistent_kernels.fp8_linear.spec import (
@@ -75,9 +75,7 @@ def multiply(
     Arguments as in `fp8_gemm_deep_gemm`.
     """
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    first = 0
-    for rows in pieces(x.shape[0]):
-        part = slice(first, first + rows)
+    for part in parts(x.shape[0]):
         _library().fp8_gemm_nt(
             (aligned(x[part]), tma_aligned_scales(x_scale[part])),
             (weight, weight_scale),
@@ -85,7 +83,6 @@ def multiply(
             # Blackwell packs exponents; the cast of a power of two is exact.
             disable_ue8m0_cast=scale_format != "ue8m0",
         )
-        first += rows
     return y
 
 

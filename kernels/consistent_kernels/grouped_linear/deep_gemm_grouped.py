@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels import vendored
-from consistent_kernels.linear.deep_gemm import pieces
+from consistent_kernels.deep_gemm_start import parts
 
 _EXPRESSION = "bhr,hdr->bhd"
 TMA_ELEMENTS = 8
@@ -24,12 +24,9 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None
         x: [M, G, K] bf16, unit stride in K, its first element and other strides of 16 bytes.
         weight: [G, N, K], y: [M, G, N], both contiguous.
     """
-    library, start = vendored.deep_gemm(), 0
-    sizes = pieces(x.shape[0])
-    if len(sizes) == 1:
+    library, calls = vendored.deep_gemm(), parts(x.shape[0])
+    if len(calls) == 1:
         library.einsum(_EXPRESSION, x, weight, y)
         return
-    for rows in sizes:
-        part = slice(start, start + rows)
+    for part in calls:
         library.einsum(_EXPRESSION, x[part], weight, y[part])
-        start += rows

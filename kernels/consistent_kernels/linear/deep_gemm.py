@@ -14,7 +14,7 @@ import torch
 
 from consistent_kernels import vendored
 from consistent_kernels.alignment import aligned
-from consistent_kernels.deep_gemm_start import pieces
+from consistent_kernels.deep_gemm_start import parts
 from consistent_kernels.errors import UnsupportedError
 
 _TMA_BYTES = 16
@@ -28,15 +28,12 @@ def is_served(columns: int, inner: int, has_bias: bool, out_dtype: torch.dtype) 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     """Write x W^T to y, fp32 accumulation; x [M, K], weight [N, K], y [M, N], all contiguous."""
-    library, start = vendored.deep_gemm(), 0
-    sizes = pieces(x.shape[0])
-    if len(sizes) == 1:  # a view of each side costs as much as the call
+    library, calls = vendored.deep_gemm(), parts(x.shape[0])
+    if len(calls) == 1:  # a view of each side costs as much as the call
         library.bf16_gemm_nt(x, weight, y)
         return
-    for rows in sizes:
-        part = slice(start, start + rows)
+    for part in calls:
         library.bf16_gemm_nt(x[part], weight, y[part])
-        start += rows
 
 
 def linear_fwd(

@@ -84,7 +84,7 @@ _FILES = {
 _SHARED = {
     "reference": ("linear/reference.py", "linear/tiles.py"),
     "triton": ("alignment.py", "linear/probe.py"),
-    "deep_gemm": ("alignment.py", "linear/deep_gemm.py", "linear/probe.py"),
+    "deep_gemm": ("alignment.py", "linear/probe.py"),
 }
 
 IMPLEMENTATIONS = tuple(_FILES)

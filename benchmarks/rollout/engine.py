@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.env import variables
+from benchmarks.env import in_process, variables
 from benchmarks.rollout.process import serve
 from benchmarks.rollout.samples import Sample
 from benchmarks.rollout.works import DECODE, FIRST_TOKEN, PROFILE_TOKENS
+from vllm_consistent.integrations.engine import verify_reports
 
 _TOP_KERNELS = 40
 _OF_THE_BENCHMARK = {
@@ -23,7 +24,8 @@ _OF_THE_BENCHMARK = {
     "VLLM_NO_USAGE_STATS",
 }
 """Set for every engine, by this benchmark."""
-_STEPS_IN_FLIGHT = 8
+_TRIES = 8
+_WAIT_S = 0.05
 """Asynchronous scheduling may still hold a step of requests that are finished."""
 
 
@@ -47,27 +49,21 @@ class Engine:
             if name.startswith("VLLM_") and name not in _OF_THE_BENCHMARK
         }
         begin = time.perf_counter()
-        if consistent:
-            from vllm_consistent.integrations.engine import ConsistentEngine
+        from vllm import LLM
 
-            self.ours = ConsistentEngine(model, **arguments)
-            self.llm = self.ours.llm
-        else:
-            from vllm import LLM
-
-            self.ours = None
-            self.llm = LLM(model=model, **arguments)
+        self.llm = LLM(model=model, **arguments)
         seconds = time.perf_counter() - begin
-        contract = self.ours.contract.to_dict() if self.ours else None
+        report = contract = None
+        if consistent:
+            reports = self.llm.collective_rpc("consistency_report")
+            contract, report = verify_reports(reports).to_dict(), reports[0]
         return {
             "seconds": seconds,
             "contract": contract,
-            "report": self._report(),
+            "report": report,
             "environment": environment,
+            "engine_core": "in process" if in_process() else "own process",
         }
-
-    def _report(self) -> dict[str, Any] | None:
-        return self.ours.consistency_report() if self.ours else None
 
     def rollout(
         self, prompts: list[list[int]], tokens: int, measure: str, cached: bool
@@ -95,10 +91,13 @@ class Engine:
         return {"value": value, "seconds": seconds, "samples": [_sample(o) for o in outputs]}
 
     def _forget_pages(self) -> None:
-        for _ in range(_STEPS_IN_FLIGHT):
+        for _ in range(_TRIES):
             if self.llm.reset_prefix_cache():
                 return
-            self.llm.llm_engine.step()
+            if in_process():
+                self.llm.llm_engine.step()
+            else:  # the engine core goes on by itself; `step` would wait for an output
+                time.sleep(_WAIT_S)
         raise RuntimeError("the prefix cache could not be reset: requests are running")
 
     def _generate(self, prompts: list[list[int]], tokens: int) -> list[Any]:
@@ -114,32 +113,14 @@ class Engine:
 
     def score(self, samples: list[Sample]) -> list[np.ndarray]:
         """Score the sampled tokens again, as prompts: [len(token_ids)] fp32 for each sample."""
-        sequences = [sample.sequence for sample in samples]
-        if self.ours:
-            rows = [row.numpy() for row in self.ours.score(sequences)]
-        else:
-            rows = self._stock_score(sequences)
-        return [
-            row[len(sample.prompt_ids) - 1 :] for row, sample in zip(rows, samples, strict=True)
-        ]
-
-    def _stock_score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        requests = [{"prompt_token_ids": ids} for ids in sequences]
+        requests = [{"prompt_token_ids": sample.sequence} for sample in samples]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [
-            np.array(
-                [
-                    entry[token].logprob
-                    for token, entry in zip(
-                        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
-                    )
-                ],
-                np.float32,
-            )
-            for output in outputs
+            _prompt_logprobs(output)[len(sample.prompt_ids) - 1 :]
+            for sample, output in zip(samples, outputs, strict=True)
         ]
 
     def profile(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
@@ -195,6 +176,12 @@ def _profiled(step: Callable[[int], Any], steps: int) -> dict[str, Any]:
         "kernel_us_per_step": sum(kernel["us_per_step"] for kernel in kernels),
         "kernels": kernels[:_TOP_KERNELS],
     }
+
+
+def _prompt_logprobs(output: Any) -> np.ndarray:
+    ids, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    values = [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
+    return np.array(values, np.float32)
 
 
 def _nothing() -> None:

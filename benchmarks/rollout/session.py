@@ -429,6 +429,7 @@ class ModelSession:
             "mismatched_trainer": found.trainer,
             "stock_mismatched_tokens": control,
             "mean_logprob": found.mean_logprob,
+            "engine_core": seat.started["engine_core"],
             "stock_environment": stock.started["environment"],
             "engine_args": self.options.engine_args,
             "contract": (seat.started["report"] or {}).get("digest"),

@@ -68,7 +68,7 @@ class Fake:
     def start(self, fault: Any, model: str, arguments: Any, consistent: bool) -> dict[str, Any]:
         report = {"digest": "d1", "runner": "V2"} if consistent else None
         started = {"seconds": 30.0, "contract": {"name": "made up"}, "report": report}
-        return started | {"environment": {"VLLM_OF": self.variant}}
+        return started | {"engine_core": "own process", "environment": {"VLLM_OF": self.variant}}
 
     def rollout(
         self, fault: Any, prompts: Any, tokens: int, measure: str, cached: bool

@@ -173,15 +173,24 @@ def test_hyper_connections_compiled_equal_eager(impl_device: tuple[str, str]) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
-def test_hc_pre_graph_replay_equals_eager() -> None:
+def test_hyper_connections_graph_replay_equals_eager() -> None:
     x = hazard_activations((64, 4, 640), seed=13, device="cuda")
-    weights = parameters(4, 640, device="cuda")
-    eager = hc_pre(x, *weights, **NUMBERS, impl="triton")
-    static = torch.full_like(x, float("nan"))
+    y = hazard_activations((64, 640), seed=14, device="cuda")
+    weights, head = parameters(4, 640, device="cuda"), parameters(4, 640, device="cuda", head=True)
+
+    def layer(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        collapsed, post, comb = hc_pre(x, *weights, **NUMBERS, impl="triton")
+        merged = hc_post(y, x, post, comb, impl="triton")
+        last = hc_head(x, *head, **HEAD_NUMBERS, impl="triton")
+        return collapsed, post, comb, merged, last
+
+    eager = layer(x, y)
+    static_x, static_y = torch.full_like(x, float("nan")), torch.full_like(y, float("nan"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hc_pre(static, *weights, **NUMBERS, impl="triton")
-    static[:37] = x[:37]  # rows 37 and on are padding that holds NaN
+        captured = layer(static_x, static_y)
+    # Rows 37 and on are padding that holds NaN.
+    static_x[:37], static_y[:37] = x[:37], y[:37]
     graph.replay()
     for actual, expected in zip(captured, eager, strict=True):
         assert_bitwise_equal(actual[:37], expected[:37])

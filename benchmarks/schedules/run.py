@@ -16,7 +16,7 @@ from benchmarks.common.record import Provenance, provenance
 from benchmarks.common.rows import Row, merge_into
 from benchmarks.ops.case import Setting
 from benchmarks.ops.timing import medians_us
-from benchmarks.schedules import constants, grouped_linear, hyper_connections, top_k
+from benchmarks.schedules import constants, gather, grouped_linear, hyper_connections, top_k
 from benchmarks.schedules.group import Group
 from consistent_kernels.errors import ConsistencyError
 from vllm_consistent.cli import exit_codes
@@ -29,8 +29,8 @@ SWEEPS: dict[str, Callable[[Setting], Iterator[Group]]] = {
     "hyper_connections": hyper_connections.groups,
     "compressor": constants.compressors,
     "router": constants.routers,
-    "gather": constants.gathers,
-    "decode": constants.decodes,
+    "gather": gather.gathers,
+    "decode": gather.decodes,
     "experts": constants.experts,
     "indexer": constants.indexers,
     "grouped_linear": grouped_linear.groups,

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.ops.case import Setting
-from benchmarks.schedules import constants, run, top_k
+from benchmarks.schedules import constants, gather, run, top_k
 from benchmarks.schedules.group import Group
 from consistent_kernels.sparse_topk import sparse_topk
 from consistent_kernels.sparse_topk.spec import SHORT_THREADS, SHORT_VECTORS
@@ -47,17 +47,17 @@ def test_a_sweep_runs_and_its_rows_say_what_was_chosen(
 
 
 def test_constants_are_set_for_the_call_alone() -> None:
-    (group, *_) = constants.gathers(SMALL)
+    (group, *_) = gather.gathers(SMALL)
     seen = []
-    call = constants._with
-    before = constants.kv_cache.GATHER_WARPS
+    call = constants.with_values
+    before = gather.kv_cache.GATHER_WARPS
     call(
-        constants.kv_cache,
+        gather.kv_cache,
         {"GATHER_WARPS": 99},
-        lambda: seen.append(constants.kv_cache.GATHER_WARPS),
+        lambda: seen.append(gather.kv_cache.GATHER_WARPS),
     )
     assert seen == [99]
-    assert before == constants.kv_cache.GATHER_WARPS
+    assert before == gather.kv_cache.GATHER_WARPS
     assert group.chosen in group.variants
 
 

@@ -1,0 +1,98 @@
+"""V4's gather in CUDA C++ (`gather.cu`): a warp reads entries one beside the other, in whole lines.
+
+Triton lays a program's threads over pieces of many entries. The arithmetic is the same: one fp32
+product and one rounding of each value, so no bit depends on which of the two runs, nor on `Shape`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from consistent_kernels.kv_cache_fp8.layout import V4
+from consistent_kernels.nvrtc import launch_cuda
+
+
+class Shape(NamedTuple):
+    """How the entries are shared; speed alone depends on it."""
+
+    warps: int = 4
+    """Of a block."""
+    batch: int = 4
+    """Entries that a warp loads before it stores the first."""
+    rounds: int = 1
+    """Batches of a warp; it finds the addresses of all of them at once."""
+    order: int = 1
+    """Of blocks: 0 ascending, 1 descending, 2 last what the attention reads first."""
+    read: int = 1
+    """Loads: 0 plain, 1 without L1, 2 first to leave L2 as well."""
+    kept: int = 0
+    """MiB of rows, written last, that stay in L2 when others leave; 0: all alike."""
+    grid: int = 0
+    """Blocks at most, each of which then gathers several times; 0: as many as there is work."""
+    shared: int = 0
+    """Bytes of shared memory of a block, which keep others from its multiprocessor."""
+
+
+def gather_v4_fwd(
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    requests: torch.Tensor,
+    block_table: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+    indices: torch.Tensor | None,
+    first_row: int,
+    shape: Shape,
+) -> None:
+    """Launch the kernel; arguments as `kv_cache_fp8.triton.gather_kv_fp8_fwd`, layout V4."""
+    entries = positions.numel()
+    if not entries:
+        return
+    # Bound to names until the launch: their memory must not be given away before.
+    positions, requests = positions.contiguous(), requests.contiguous()
+    table = block_table if block_table is not None else starts.contiguous()
+    each = shape.warps * shape.batch * shape.rounds
+    blocks = -(-entries // each)
+    pointer, wide, integer = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+    launch_cuda(
+        "consistent_kernels.kv_cache_fp8",
+        "gather.cu",
+        "gather_kv_fp8_v4_kernel",
+        defines={
+            "BLOCK_SIZE": cache.shape[1],
+            "PAGED": int(block_table is not None),
+            "REQUEST_BYTES": requests.element_size(),
+            "TABLE_BYTES": table.element_size(),
+            "WARPS": shape.warps,
+            "BATCH": shape.batch,
+            "ROUNDS": shape.rounds,
+            "ORDER": shape.order,
+            "READ": shape.read,
+            "WRITE": int(shape.kept > 0),
+        },
+        grid=(min(blocks, shape.grid or blocks), 1, 1),
+        threads=32 * shape.warps,
+        args=[
+            (cache.data_ptr(), pointer),
+            (positions.data_ptr(), pointer),
+            (requests.data_ptr(), pointer),
+            (table.data_ptr(), pointer),
+            (out.data_ptr(), pointer),
+            (0 if indices is None else indices.data_ptr(), pointer),
+            (table.stride(0), wide),
+            (cache.stride(0), wide),
+            (0 if indices is None else indices.stride(0), wide),
+            (entries, integer),
+            (positions.shape[0], integer),
+            (positions.shape[1], integer),
+            (first_row, integer),
+            (blocks, integer),
+            (torch.cuda.get_device_properties(cache.device).multi_processor_count, integer),
+            (shape.kept * (1 << 20) // (each * 2 * V4.width), integer),
+        ],
+        device=cache.device,
+        shared=shape.shared,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistent_kernels.experts.deep_gemm_places import Places
+from consistent_kernels.experts.deep_gemm_places import AnyPlaces, PackedPlaces
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization import quantize_weight
 from consistent_kernels.testing import hazard_activations
@@ -33,17 +33,35 @@ def operands(
     return x, *weights, ids.to(device)
 
 
+def expert_of_places(places: AnyPlaces) -> torch.Tensor:
+    """[places] expert of each place, -1 where none is needed."""
+    if not isinstance(places, PackedPlaces):
+        return places.expert
+    found = torch.full((places.size,), -1, dtype=torch.int32)
+    first = 0
+    for expert, end in enumerate(places.end.tolist()):
+        assert end >= first, "the library counts in unsigned numbers"
+        found[first:end] = expert
+        first = -(-end // places.alignment) * places.alignment
+    assert first <= places.size, "no tile reaches beyond the last place"
+    return found
+
+
 def stand_in_gemm(
     x: tuple[torch.Tensor, torch.Tensor],
     weight: tuple[torch.Tensor, torch.Tensor],
-    places: Places,
+    places: AnyPlaces,
     scale_format: str,
+    *,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """The grouped GEMM, one expert at a time; NaN in places not in use."""
+    assert not dependent, "the interpreter has no dependent launches"
+    of_place = expert_of_places(places)
     scale = x[1].reshape(x[0].shape[0], -1)
     y = torch.full((x[0].shape[0], weight[0].shape[1]), float("nan"), dtype=torch.bfloat16)
     for expert in range(weight[0].shape[0]):
-        mine = places.expert == expert
+        mine = of_place == expert
         y[mine] = fp8_gemm_ref(
             x[0].view(torch.uint8)[mine].view(torch.float8_e4m3fn),
             scale[mine],

@@ -96,6 +96,32 @@ class Places:
     count: torch.Tensor
     capacity: int | None
 
+    @property
+    def size(self) -> int:
+        """How many places there are."""
+        return self.expert.numel()
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPlaces:
+    """Places of rows whose experts stand close together, on the device.
+
+    Attributes:
+        place: [rows] int32, -1 where a row goes nowhere.
+        end: [E] int32, the place behind each expert's last row; the next one begins at the next
+            multiple of `alignment`.
+        size: how many places there are.
+        alignment: of an expert's first place.
+    """
+
+    place: torch.Tensor
+    end: torch.Tensor
+    size: int
+    alignment: int
+
+
+AnyPlaces = Places | PackedPlaces
+
 
 def capacity_of(tokens: int) -> int:
     """Return the places of one expert in the masked layout, enough for distinct ids."""

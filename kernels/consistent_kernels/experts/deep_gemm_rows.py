@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned, aligned_rows
-from consistent_kernels.experts.deep_gemm_places import NO_PLACE_LEFT, Places
+from consistent_kernels.experts.deep_gemm_places import NO_PLACE_LEFT, AnyPlaces, Places
 from consistent_kernels.experts.spec import COMBINE_BLOCK, NUM_WARPS
 from consistent_kernels.experts.triton_activation import gated_activation
 
@@ -92,7 +92,10 @@ def _combine_places_kernel(
     HAS_SHARED: tl.constexpr,
     OVERFLOW: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
@@ -150,7 +153,7 @@ def activate(gate_up: torch.Tensor, places: Places, limit: float | None) -> torc
     return out
 
 
-def from_places(x: torch.Tensor, places: Places) -> torch.Tensor:
+def from_places(x: torch.Tensor, places: AnyPlaces) -> torch.Tensor:
     """Copy [places, H] back to the rows [T * slots, H]; rows that went nowhere are zero.
 
     A row for which its expert had no place left is NaN.
@@ -170,7 +173,12 @@ def from_places(x: torch.Tensor, places: Places) -> torch.Tensor:
 
 
 def combine_places(
-    x: torch.Tensor, places: Places, weights: torch.Tensor, shared: torch.Tensor | None
+    x: torch.Tensor,
+    places: AnyPlaces,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    *,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """`combine` of `from_places`, in one launch: [T, H].
 
@@ -178,6 +186,7 @@ def combine_places(
         x: [places, H].
         weights: [T, K] fp32.
         shared: [T, H] in the dtype of x, or None.
+        dependent: launch before the kernel before it has ended, and wait inside.
     """
     tokens, slots = weights.shape
     columns = x.shape[1]
@@ -196,8 +205,10 @@ def combine_places(
         HAS_SHARED=shared is not None,
         OVERFLOW=NO_PLACE_LEFT,
         BLOCK=COMBINE_BLOCK,
+        DEPENDENT=dependent,
         num_warps=NUM_WARPS,
         # The spec rounds each product: no fma.
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if dependent else {}),
     )
     return out

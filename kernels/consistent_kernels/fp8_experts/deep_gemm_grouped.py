@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
 import torch
 
 from consistent_kernels.deep_gemm_start import parts
 from consistent_kernels.experts import deep_gemm_grouped as bf16
 from consistent_kernels.experts.deep_gemm_grouped import MASKED_HINT
-from consistent_kernels.experts.deep_gemm_places import Places
+from consistent_kernels.experts.deep_gemm_places import AnyPlaces, PackedPlaces
+from consistent_kernels.fp8_experts.deep_gemm_packed import PACKED_ROWS
 from consistent_kernels.fp8_experts.deep_gemm_rows import Quantized
 from consistent_kernels.quantization import tma_aligned_scales
 from consistent_kernels.vendored import deep_gemm
+
+HOPPER = 9
+
+LONE_TILES = False
+"""Whether packed tiles are as wide as `lone_columns` says; else DeepGEMM chooses."""
+
+_TILE_COLUMNS = (192, 160, 144, 128, 112, 96)
 
 CONTIGUOUS_ROWS = 16
 """Rows up to which "fastest" is the contiguous layout: its places are as few as their experts,
 while the masked one has places of every expert."""
 
 
+def is_packed(layout: str, rows: int, device: torch.device) -> bool:
+    """Return whether rows (tokens times slots) stand as `pack_and_quantize` puts them.
+
+    That is what "fastest" is on Hopper, for few rows.
+    """
+    if layout != "fastest" or rows > PACKED_ROWS or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
 def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
-    """Return whether rows are laid out in the masked layout.
+    """Return whether rows that are not packed are laid out in the masked layout.
 
     "fastest" is masked as in `experts`, for few tokens, but for very few: on an H200 the layer of
     Qwen3-30B-A3B takes 40, 124, 261 and 274 us contiguous at 1, 8, 64 and 256 tokens, and 54, 112,
@@ -28,15 +50,50 @@ def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
     return layout == "masked" or (not few and bf16.is_masked(layout, tokens, experts))
 
 
+def lone_columns(columns: int) -> int:
+    """Return the columns of a tile that keep DeepGEMM from pairing multiprocessors; 0 if none do.
+
+    Where the tiles of an expert are even in number, DeepGEMM runs two multiprocessors as a cluster
+    that shares weights of two row tiles. An expert of one row tile has nothing to share, and the
+    two wait for each other at every step of K.
+    """
+    odd = [width for width in _TILE_COLUMNS if -(-columns // width) % 2]
+    return min(odd, key=lambda width: -(-columns // width) * width, default=0)
+
+
+@contextlib.contextmanager
+def _settings(library: ModuleType, alignment: int, columns: int, dependent: bool) -> Iterator[None]:
+    """DeepGEMM keeps these for a process: what another call sees is as before."""
+    before = library.get_mk_alignment_for_contiguous_layout(), library.get_pdl()
+    library.set_mk_alignment_for_contiguous_layout(alignment)
+    library.set_pdl(dependent)
+    if columns:
+        library.set_block_size_multiple_of((1, columns))
+    try:
+        yield
+    finally:
+        library.set_mk_alignment_for_contiguous_layout(before[0])
+        library.set_pdl(before[1])
+        if columns:
+            library.set_block_size_multiple_of((1, 1))
+
+
 def grouped_gemm(
-    x: Quantized, weight: Quantized, places: Places, scale_format: str
+    x: Quantized,
+    weight: Quantized,
+    places: AnyPlaces,
+    scale_format: str,
+    *,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """y[p] = fp8_gemm(x[p], weight[expert of p]) for the places in use; the others are undefined.
 
     Args:
         x: values and scale of the rows in their places.
         weight: values [E, N, K] and scale [E, ceil(N / 128), K / 128].
-        places: from `expert_places`.
+        places: from `expert_places` or `pack_and_quantize`.
+        dependent: launch before the kernel before it has ended, and wait inside; packed places
+            only.
 
     Returns:
         [places, N] bf16.
@@ -46,6 +103,20 @@ def grouped_gemm(
     # Blackwell packs exponents; the cast of a power of two is exact.
     options = {"disable_ue8m0_cast": scale_format != "ue8m0"}
     library = deep_gemm()
+    if isinstance(places, PackedPlaces):
+        alignment = places.alignment
+        wide = lone_columns(columns) if LONE_TILES else 0
+        with _settings(library, alignment, wide, dependent):
+            library.m_grouped_fp8_gemm_nt_contiguous(
+                x,
+                weight,
+                y,
+                places.end,
+                use_psum_layout=True,
+                expected_m_for_psum_layout=alignment,
+                **options,
+            )
+        return y
     if places.capacity is not None:
         shape = (experts, places.capacity)
         rows, out = (x[0].view(*shape, inner), x[1]), y.view(*shape, columns)

@@ -14,6 +14,7 @@ from consistent_kernels.experts import deep_gemm_places
 from consistent_kernels.experts.deep_gemm_places import (
     NO_PLACE_LEFT,
     PLACE_ALIGNMENT,
+    AnyPlaces,
     Places,
 )
 from consistent_kernels.experts.triton_activation import gated_activation
@@ -182,7 +183,11 @@ def _activate_and_quantize_kernel(
     GROUP: tl.constexpr,
     UE8M0: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     place = tl.load(place_ptr + tl.program_id(0)).to(tl.int64)
     if place < 0:
         return
@@ -200,15 +205,15 @@ def _activate_and_quantize_kernel(
     tl.store(s_at, scale, mask=groups < GROUPS)
 
 
-def empty_places(places: Places, columns: int) -> Quantized:
+def empty_places(places: AnyPlaces, columns: int) -> Quantized:
     """Return an uninitialized `Quantized` for these places."""
-    rows, device = places.expert.numel(), places.expert.device
+    rows, device = places.size, places.place.device
     values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
     groups = triton.cdiv(columns, GROUP)
     scale = torch.empty(rows * groups, device=device, dtype=torch.float32)
-    if places.capacity is None:
+    capacity = places.capacity if isinstance(places, Places) else None
+    if capacity is None:
         return values, scale.as_strided((rows, groups), (1, rows))
-    capacity = places.capacity
     shape = (rows // capacity, capacity, groups)
     return values, scale.as_strided(shape, (capacity * groups, 1, capacity))
 
@@ -316,13 +321,20 @@ def place_and_quantize(
 
 
 def activate_and_quantize(
-    gate_up: torch.Tensor, places: Places, scale_format: str, limit: float | None
+    gate_up: torch.Tensor,
+    places: AnyPlaces,
+    scale_format: str,
+    limit: float | None,
+    *,
+    dependent: bool = False,
 ) -> Quantized:
     """quantize_rows(round(silu(gate) * up)) of the places in use.
 
     Args:
         gate_up: [places, 2 I] bf16, gate columns before up columns.
         limit: gate <= limit and |up| <= limit before the product, or None.
+        dependent: launch before the kernel before it has ended, wait inside, and let the next
+            kernel do the same.
     """
     width = gate_up.shape[1] // 2
     out = empty_places(places, width)
@@ -340,7 +352,9 @@ def activate_and_quantize(
         GROUP=GROUP,
         UE8M0=scale_format == "ue8m0",
         HAS_LIMIT=limit is not None,
+        DEPENDENT=dependent,
         num_warps=ACTIVATION_WARPS,
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if dependent else {}),
     )
     return out

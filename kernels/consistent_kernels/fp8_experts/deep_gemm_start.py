@@ -8,15 +8,16 @@ import functools
 import torch
 
 from consistent_kernels.deep_gemm_start import LARGEST_ROWS, check_rows, has_passed
-from consistent_kernels.experts.deep_gemm_places import expert_places
+from consistent_kernels.experts.deep_gemm_places import AnyPlaces, expert_places
 from consistent_kernels.experts.deep_gemm_rows import from_places
-from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm, is_masked
+from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm, is_masked, is_packed
+from consistent_kernels.fp8_experts.deep_gemm_packed import PACKED_ROWS, pack
 from consistent_kernels.fp8_experts.deep_gemm_rows import to_places
 from consistent_kernels.fp8_linear.deep_gemm import Fp8GemmShape
 from consistent_kernels.fp8_linear.probe import Operands
 
-_FEWEST_ROWS = 1024
-"""Rows of a probe at first use: both layouts."""
+_FEWEST_ROWS = 2 * PACKED_ROWS
+"""Rows of a probe at first use: every layout that is served."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -25,8 +26,8 @@ class Fp8GroupedGemmShape:
 
     Attributes:
         experts, columns, inner: E, N, K.
-        max_rows: the most rows to probe, one slot each; above MASKED_TOKENS both layouts are
-            probed against each other, too.
+        max_rows: the most rows to probe, one slot each; above PACKED_ROWS the layouts of few and
+            of many rows are probed against each other, too.
         scale_format: "fp32" or "ue8m0".
     """
 
@@ -55,8 +56,11 @@ class Fp8GroupedGemmShape:
             weight.view(self.experts, self.columns, self.inner),
             weight_scale.view(self.experts, -1, weight_scale.shape[1]),
         )
-        masked = is_masked("fastest", ids.shape[0], 1, self.experts)
-        places = expert_places(ids, self.experts, masked=masked)
+        if is_packed("fastest", ids.numel(), ids.device):
+            places: AnyPlaces = pack(ids, self.experts)
+        else:
+            masked = is_masked("fastest", ids.shape[0], 1, self.experts)
+            places = expert_places(ids, self.experts, masked=masked)
         x = to_places(values[rows], scale[rows], places, slots=1)
         return from_places(grouped_gemm(x, stacked, places, self.scale_format), places)
 

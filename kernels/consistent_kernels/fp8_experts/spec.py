@@ -36,7 +36,12 @@ NUM_WARPS, NUM_STAGES = 4, 4
 _FILES = {
     "reference": ("reference.py",),
     "triton": ("triton.py",),
-    "deep_gemm": ("deep_gemm.py", "deep_gemm_grouped.py", "deep_gemm_rows.py"),
+    "deep_gemm": (
+        "deep_gemm.py",
+        "deep_gemm_grouped.py",
+        "deep_gemm_packed.py",
+        "deep_gemm_rows.py",
+    ),
 }
 _EXPERTS = {
     "reference": ("experts/reference.py", "linear/tiles.py"),

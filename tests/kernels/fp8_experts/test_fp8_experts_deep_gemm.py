@@ -22,10 +22,10 @@ FORMATS = ("fp32", "ue8m0")
 _INTERPRETED = """
 import interpreted_fp8
 import torch
-from fp8_expert_places import EXPERTS, SLOTS, operands, stand_in_gemm
+from fp8_expert_places import EXPERTS, SLOTS, expert_of_places, operands, stand_in_gemm
 from consistent_kernels import deep_gemm_start as start
 from consistent_kernels.fp8_experts import deep_gemm, deep_gemm_start
-from consistent_kernels.experts.deep_gemm_places import expert_places
+from consistent_kernels.experts.deep_gemm_places import PackedPlaces, expert_places
 from consistent_kernels.experts.reference import combine_ref
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
 from consistent_kernels.quantization.triton import quantize_rows_fwd
@@ -37,6 +37,10 @@ deep_gemm.grouped_gemm = deep_gemm_start.grouped_gemm = stand_in_gemm
 start.ROWS, deep_gemm_start._FEWEST_ROWS = (1, 5), 9
 deep_gemm.check_supported = lambda *_: None
 deep_gemm.quantize_rows = lambda x, scale_format, impl: quantize_rows_fwd(x, scale_format, False)
+
+# On Hopper "fastest" packs few rows.
+deep_gemm.is_packed = lambda layout, *_: layout == "fastest"
+deep_gemm_start.is_packed = lambda layout, rows, device: rows < 9
 
 tokens = 40
 for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0"), ("fastest", "fp32")):
@@ -67,7 +71,7 @@ start.ROWS = (1, 5, 16)
 layer = deep_gemm_start.Fp8GroupedGemmShape(EXPERTS, 128, 256, 20, "fp32")
 start.check_rows(layer, torch.device("cpu"))
 
-def one_bit(x, weight, places, scale_format):
+def one_bit(x, weight, places, scale_format, **_):
     y = stand_in_gemm(x, weight, places, scale_format)
     if places.place.numel() == 5:
         y.view(torch.int16)[places.place[2], 3] ^= 1
@@ -82,11 +86,9 @@ except start.NumericsError as error:
 
 # So does the first use of a layer that no start has prepared, here between the two layouts.
 start.ROWS, deep_gemm_start._FEWEST_ROWS = (1, 5), 9
-deep_gemm_start.is_masked = lambda layout, tokens, slots, experts: tokens < 9
-
-def of_layout(x, weight, places, scale_format):
+def of_layout(x, weight, places, scale_format, **_):
     y = stand_in_gemm(x, weight, places, scale_format)
-    if places.capacity is not None:
+    if isinstance(places, PackedPlaces):
         y.view(torch.int16)[places.place[0], 3] ^= 1
     return y
 
@@ -130,6 +132,30 @@ for wide in (wide, torch.full((100, 2), 3, dtype=torch.int32), torch.full((5, 2)
     assert_bitwise_equal(rows[0].view(torch.uint8)[used], values.view(torch.uint8)[used])
     assert_bitwise_equal(*flat_scale)
 assert (expert_places(torch.full((100, 2), 3).int(), EXPERTS, masked=True).place == -2).sum() == 72
+
+# Packed: experts in order, rows in order; the bytes of a token in each of its places.
+for fmt, wide in (
+    ("fp32", ids), ("ue8m0", torch.where(ids < 0, EXPERTS + 3, ids)), ("fp32", ids[:1]),
+    ("fp32", torch.full((100, 2), 3, dtype=torch.int32)), ("fp32", torch.full((5, 2), -1).int()),
+    ("fp32", torch.arange(240).view(80, 3).int() % EXPERTS),
+):
+    x = hazard_activations((wide.shape[0], 640), seed=4)
+    places = deep_gemm_start.pack(wide, EXPERTS)
+    rows, found = deep_gemm.pack_and_quantize(x, wide, EXPERTS, fmt)
+    assert (found.size, found.alignment) == (places.size, places.alignment)
+    for name in ("place", "end"):
+        assert_bitwise_equal(getattr(found, name), getattr(places, name), name)
+    of_place, flat = expert_of_places(places), wide.view(-1)
+    used = places.place[places.place >= 0].long()
+    assert len(set(used.tolist())) == len(used) == int(((flat >= 0) & (flat < EXPERTS)).sum())
+    assert of_place[used].tolist() == flat[places.place >= 0].tolist()
+    for expert in range(EXPERTS):
+        mine = places.place[flat == expert].tolist()
+        assert mine == sorted(mine) and mine[:1] != [-1]
+    values, scale = quantize_rows_fwd(x.repeat_interleave(wide.shape[1], 0), fmt, False)
+    kept = places.place >= 0
+    assert_bitwise_equal(rows[0].view(torch.uint8)[used], values.view(torch.uint8)[kept])
+    assert_bitwise_equal(rows[1][used], scale[kept])
 print("done")
 """
 
@@ -145,7 +171,7 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
         _combine_places_kernel,
         _from_places_kernel,
     )
-    from consistent_kernels.fp8_experts import deep_gemm_rows
+    from consistent_kernels.fp8_experts import deep_gemm_packed, deep_gemm_rows
 
     groups = {"GROUPS": 4, "BLOCK": 4, "GROUP": 128}
     cubins = [
@@ -212,6 +238,29 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
             },
         ),
         cross_compile(
+            deep_gemm_packed._pack_and_quantize_kernel,
+            arch=arch,
+            signature={
+                "x_ptr": "*bf16",
+                **dict.fromkeys(("ids_ptr", "place_ptr", "end_ptr"), "*i32"),
+                "q_ptr": "*u8",
+                "s_ptr": "*fp32",
+                **dict.fromkeys(("x_stride", "tokens", "places"), "i32"),
+            },
+            constexprs={
+                "E": 6,
+                "BINS": 8,
+                "SLOTS": 2,
+                "LANES": 2,
+                "K": 512,
+                "UE8M0": False,
+                "ROWS": 128,
+                "ALIGNMENT": 16,
+                "DEPENDENT": True,
+                **groups,
+            },
+        ),
+        cross_compile(
             _combine_places_kernel,
             arch=arch,
             signature={
@@ -220,7 +269,14 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "weights_ptr": "*fp32",
                 "shared_stride": "i32",
             },
-            constexprs={"H": 512, "K": 2, "HAS_SHARED": True, "OVERFLOW": -2, "BLOCK": 1024},
+            constexprs={
+                "H": 512,
+                "K": 2,
+                "HAS_SHARED": True,
+                "OVERFLOW": -2,
+                "BLOCK": 1024,
+                "DEPENDENT": True,
+            },
             enable_fp_fusion=False,
         ),
         cross_compile(
@@ -234,7 +290,13 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "limit": "fp32",
                 "s_places": "i32",
             },
-            constexprs={"WIDTH": 512, "UE8M0": True, "HAS_LIMIT": True, **groups},
+            constexprs={
+                "WIDTH": 512,
+                "UE8M0": True,
+                "HAS_LIMIT": True,
+                "DEPENDENT": True,
+                **groups,
+            },
             enable_fp_fusion=False,
         ),
         cross_compile(

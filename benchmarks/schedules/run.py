@@ -15,8 +15,16 @@ import typer
 from benchmarks.common.record import Provenance, provenance
 from benchmarks.common.rows import Row, merge_into
 from benchmarks.ops.case import Setting
+from benchmarks.ops.kernels import kernels_us
 from benchmarks.ops.timing import medians_us
-from benchmarks.schedules import constants, gather, grouped_linear, hyper_connections, top_k
+from benchmarks.schedules import (
+    constants,
+    fp8_experts,
+    gather,
+    grouped_linear,
+    hyper_connections,
+    top_k,
+)
 from benchmarks.schedules.group import Group
 from consistent_kernels.errors import ConsistencyError
 from vllm_consistent.cli import exit_codes
@@ -32,6 +40,7 @@ SWEEPS: dict[str, Callable[[Setting], Iterator[Group]]] = {
     "gather": gather.gathers,
     "decode": gather.decodes,
     "experts": constants.experts,
+    "fp8_experts": fp8_experts.groups,
     "indexer": constants.indexers,
     "grouped_linear": grouped_linear.groups,
 }
@@ -78,8 +87,12 @@ def sweep(
     source: Provenance,
     until: float,
     keep: Callable[[list[Row]], None],
+    kernels: bool = False,
 ) -> list[Row]:
-    """Measure a sweep's groups until `time.monotonic()` passes `until`; `keep` gets each group."""
+    """Measure a sweep's groups until `time.monotonic()` passes `until`; `keep` gets each group.
+
+    With `kernels` the kernels of the chosen variant, of the fastest and of stock are printed too.
+    """
     rows: list[Row] = []
     for group in SWEEPS[name](setting):
         if time.monotonic() > until:
@@ -94,11 +107,23 @@ def sweep(
             us = row.get("error") or f"{row['us']:.2f} us"
             chosen = " (chosen)" if row["chosen"] else ""
             typer.echo(f"{row['op']} {row['shape']} {row['variant']}{chosen}: {us}{mark}")
+        if kernels:
+            _print_kernels(group, found)
         del group
         gc.collect()
         if setting.device == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def _print_kernels(group: Group, rows: list[Row]) -> None:
+    timed = [row for row in rows if row["us"] is not None and row["variant"] in group.variants]
+    fastest = min(timed, key=lambda row: row["us"])["variant"]
+    calls = {group.chosen: group.variants[group.chosen], fastest: group.variants[fastest]}
+    for name, call in (calls | dict(group.stock)).items():
+        typer.echo(f"kernels of {group.op} {group.shape} {name}")
+        for kernel, launches, us in kernels_us(call):
+            typer.echo(f"  {us:8.2f} us  {launches:.1f} x  {kernel[:110]}")
 
 
 @app.command()
@@ -110,6 +135,9 @@ def main(
     repeats: Annotated[int, typer.Option(min=2, help="timed calls of each variant")] = 30,
     seconds: Annotated[float, typer.Option(help="start no group after this time")] = 600.0,
     warm: Annotated[bool, typer.Option(help="time on a warm L2 cache as well")] = False,
+    kernels: Annotated[
+        bool, typer.Option(help="print the kernels of the chosen and the fastest, and stock's")
+    ] = False,
     commit: Annotated[
         str | None, typer.Option(help="hash of the sources, where this is no git checkout")
     ] = None,
@@ -136,10 +164,10 @@ def main(
         if out is not None:
             merge_into(out, rows, KEY)
 
-    rows, broken = [], []
+    setting, rows, broken = Setting(device, small), [], []
     for name in only or SWEEPS:
         try:
-            rows += sweep(name, Setting(device, small), repeats, warm, source, until, keep)
+            rows += sweep(name, setting, repeats, warm, source, until, keep, kernels)
         except Exception:  # the other sweeps go on
             broken.append(name)
             typer.echo(f"{name}: failed\n{traceback.format_exc()}", err=True)

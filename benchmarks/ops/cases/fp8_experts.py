@@ -65,7 +65,9 @@ def cases(setting: Setting) -> Iterator[Case]:
                     shape=f"M={m} E={num_experts} K={top_k} H={hidden} I={width} {scale_format}",
                     impl=impl,
                     ours=functools.partial(run, slice(0, m)),
-                    stock=_stock(x[:m], w13, w2, ids[:m], weights[:m]) if x.is_cuda else None,
+                    stock=stock_experts(x[:m], w13, w2, ids[:m], weights[:m])
+                    if x.is_cuda
+                    else None,
                     relations=relations,
                     reason=_REASONS[impl],
                 )
@@ -85,7 +87,7 @@ def _ours(
     return fp8_experts(x[rows], w13, w2, ids[rows], weights[rows], **options)
 
 
-def _stock(
+def stock_experts(
     x: torch.Tensor,
     w13: Fp8ExpertWeight,
     w2: Fp8ExpertWeight,

@@ -1,0 +1,118 @@
+"""FP8 experts of few tokens over DeepGEMM: how places, tiles and launches are chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+import consistent_kernels.fp8_experts.deep_gemm as layer
+import consistent_kernels.fp8_experts.deep_gemm_grouped as grouped
+import consistent_kernels.fp8_experts.deep_gemm_packed as packed
+from benchmarks.ops.case import Setting
+from benchmarks.ops.cases.fp8_experts import stock_experts
+from benchmarks.schedules.group import Group
+from consistent_kernels.fp8_experts import fp8_experts, quantize_expert_weight
+from consistent_kernels.fp8_experts.deep_gemm_start import Fp8GroupedGemmShape, layer_shapes
+
+_SHAPE = (128, 8, 2048, 768)
+_SMALL = (8, 2, 128, 128)
+_TOKENS = (64, 256, 8, 1)
+_COMPILERS = 14
+_FORMAT = "fp32"
+
+Values = Mapping[str, Any]
+_MODULES = (layer, grouped, packed)
+_CHOSEN = "packed, as committed"
+_LONE, _DEPENDENT = {"LONE_TILES": True}, {"DEPENDENT_LAUNCHES": True}
+VARIANTS: dict[str, Values] = {
+    _CHOSEN: {},
+    "alone": _LONE,
+    "dependent": _DEPENDENT,
+    "alone, dependent": {**_LONE, **_DEPENDENT},
+    "dependent, 32 rows": {**_DEPENDENT, "ALIGNMENTS": (32, 64)},
+    "alone, dependent, 32 rows": {**_LONE, **_DEPENDENT, "ALIGNMENTS": (32, 64)},
+    "dependent, 64 rows": {**_DEPENDENT, "ALIGNMENTS": (64,)},
+    "alone, dependent, 2 groups": {**_LONE, **_DEPENDENT, "GROUPS_PER_PROGRAM": 2},
+    "alone, dependent, 8 groups": {**_LONE, **_DEPENDENT, "GROUPS_PER_PROGRAM": 8},
+    "alone, dependent, 8 warps": {**_LONE, **_DEPENDENT, "NUM_WARPS": 8},
+}
+"""Constants that differ from the committed ones."""
+
+
+def groups(setting: Setting) -> Iterator[Group]:
+    """The layer of Qwen3-30B-A3B, packed as each variant says, masked, and stock's."""
+    on_cuda = setting.device == "cuda"
+    experts, top_k, hidden, width = _SMALL if setting.small else _SHAPE
+    counts = _TOKENS if on_cuda else (5,)
+    rows = max(counts)
+    if on_cuda:
+        _compile(layer_shapes(experts, hidden, width, 2 * packed.PACKED_ROWS, _FORMAT))
+    x = setting.hazards(rows, hidden, seed=1)
+    options = {"scale_format": _FORMAT, "impl": "deep_gemm" if on_cuda else "reference"}
+    w13 = quantize_expert_weight(
+        setting.normal(experts, 2 * width, hidden, seed=2, scale=0.02), **options
+    )
+    w2 = quantize_expert_weight(
+        setting.normal(experts, hidden, width, seed=3, scale=0.02), **options
+    )
+    weights, ids = setting.normal(rows, experts, seed=4).float().softmax(-1).topk(top_k)
+    ids = ids.int()
+    for tokens in counts:
+        given = (x[:tokens], w13, w2, ids[:tokens], weights[:tokens])
+        run = functools.partial(fp8_experts, *given, **options)
+        variants: dict[str, Callable[[], Any]] = {
+            name: functools.partial(_with, values, functools.partial(run, layout="fastest"))
+            for name, values in VARIANTS.items()
+        }
+        variants["masked"] = functools.partial(run, layout="masked")
+        yield Group(
+            op="fp8_experts",
+            shape=f"M={tokens} E={experts} K={top_k} H={hidden} I={width} {_FORMAT}, layout",
+            variants=variants,
+            chosen=_CHOSEN,
+            stock={"stock": stock_experts(*given)} if on_cuda else {},
+        )
+
+
+@contextlib.contextmanager
+def _constants(values: Values) -> Iterator[None]:
+    owners = {name: next(m for m in _MODULES if hasattr(m, name)) for name in values}
+    before = {name: getattr(owner, name) for name, owner in owners.items()}
+    try:
+        for name, value in values.items():
+            setattr(owners[name], name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owners[name], name, value)
+
+
+def _with(values: Values, call: Callable[[], Any]) -> Any:
+    """Call with other constants; they count when a kernel is launched, also into a graph."""
+    with _constants(values):
+        return call()
+
+
+def _compile(shapes: tuple[Fp8GroupedGemmShape, ...]) -> None:
+    """Compile what the variants need at once, each kernel in a process: each takes seconds."""
+    jobs = [
+        (shape, {"LONE_TILES": lone, "ALIGNMENTS": (alignment,)}, packed.PACKED_ROWS)
+        for shape in shapes
+        for lone in (False, True)
+        for alignment in packed.ALIGNMENTS
+    ]
+    jobs += [(shape, {}, 2 * packed.PACKED_ROWS) for shape in shapes]
+    with multiprocessing.get_context("spawn").Pool(_COMPILERS) as pool:
+        pool.starmap(_run_blank, jobs, chunksize=1)
+
+
+def _run_blank(shape: Fp8GroupedGemmShape, values: Values, rows: int) -> None:
+    device = torch.device("cuda", 0)
+    with _constants(values):
+        shape.run(shape.operands(rows, device, blank=True), slice(0, rows))
+    torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from consistent_kernels.expert_parallel import (
     in_order_of,
 )
 from consistent_kernels.experts import combine, expert_outputs, experts_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ExpertParallel:
         return self.placement.first(self.exchange.rank)
 
 
-class ExpertParallelFunction(torch.autograd.Function):
+class ExpertParallelFunction(OpFunction):
     """`ExpertsFunction` with this rank's experts alone; all ranks run both ways together.
 
     The forward has the bits of one rank with all experts. Gradients of weights add the rows of all

@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.fp8_experts import Fp8ExpertWeight
-from train_bridge.functions.ambient import isolated
 from train_bridge.functions.fp8_experts import Fp8ExpertsFunction
 from train_bridge.functions.fp8_linear import Fp8LinearFunction
 from train_bridge.modules import Bridged
 
-_fp8_linear = isolated(Fp8LinearFunction)
-_fp8_experts = isolated(Fp8ExpertsFunction)
+_fp8_linear = Fp8LinearFunction.apply
+_fp8_experts = Fp8ExpertsFunction.apply
 
 
 class Fp8LinearForward(Bridged):

@@ -23,15 +23,15 @@ from consistent_kernels.attention.plan import AttentionPlan
 from consistent_kernels.errors import ConfigurationError, invalid
 from consistent_kernels.experts import prepare_expert_weight
 from consistent_kernels.resolve import choose_implementation
-from train_bridge.functions.ambient import isolated, plain_settings
+from train_bridge.functions.ambient import plain_settings
 from train_bridge.functions.attention import AttentionFunction
 from train_bridge.functions.experts import ExpertsFunction
 
 NAME = "train_bridge"
 """What `attn_implementation`, `experts_implementation` and verl's `override_config` are set to."""
 
-_attention = isolated(AttentionFunction)
-_experts = isolated(ExpertsFunction)
+_attention = AttentionFunction.apply
+_experts = ExpertsFunction.apply
 
 
 def register_hf_interfaces() -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from train_bridge.functions.ambient import isolated
 from train_bridge.functions.attention import AttentionFunction
 from train_bridge.functions.embedding import EmbeddingFunction
 from train_bridge.functions.linear import LinearFunction
@@ -25,14 +24,14 @@ from train_bridge.packing import PackedBatch
 from train_bridge.state import BridgeState
 from train_bridge.weight_version import MODEL_DTYPE
 
-_linear = isolated(LinearFunction)
-_embedding = isolated(EmbeddingFunction)
-_rms_norm = isolated(RMSNormFunction)
-_add_rms_norm = isolated(AddRMSNormFunction)
-_rotary = isolated(RotaryFunction)
-_silu_and_mul = isolated(SiluAndMulFunction)
-_attention = isolated(AttentionFunction)
-_token_logprobs = isolated(TokenLogprobsFunction)
+_linear = LinearFunction.apply
+_embedding = EmbeddingFunction.apply
+_rms_norm = RMSNormFunction.apply
+_add_rms_norm = AddRMSNormFunction.apply
+_rotary = RotaryFunction.apply
+_silu_and_mul = SiluAndMulFunction.apply
+_attention = AttentionFunction.apply
+_token_logprobs = TokenLogprobsFunction.apply
 
 
 class Scoring:

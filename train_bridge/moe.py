@@ -10,15 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from train_bridge.functions.ambient import isolated
 from train_bridge.functions.experts import ExpertsFunction
 from train_bridge.functions.linear import LinearFunction
 from train_bridge.functions.router import RouterFunction
 from train_bridge.modules import Bridged, Gemm
 
-_linear = isolated(LinearFunction)
-_router = isolated(RouterFunction)
-_experts = isolated(ExpertsFunction)
+_linear = LinearFunction.apply
+_router = RouterFunction.apply
+_experts = ExpertsFunction.apply
 
 
 class TopKRouterForward(Bridged):

@@ -9,7 +9,6 @@ from consistent_kernels.blocks.parameters import LATENT
 from consistent_kernels.compressor import CompressorParameters
 from consistent_kernels.kv_cache_fp8 import KVLayout
 from consistent_kernels.rotary import RopeParameters
-from train_bridge.functions.ambient import isolated
 from train_bridge.functions.compressor import CompressFunction, CompressorStateFunction
 from train_bridge.functions.grouped_linear import GroupedLinearFunction
 from train_bridge.functions.interleaved_rotary import InterleavedRotaryFunction
@@ -21,15 +20,15 @@ from train_bridge.functions.sparse_attention import (
     SparseAttentionFunction,
 )
 
-_compress = isolated(CompressFunction)
-_compressor_state = isolated(CompressorStateFunction)
-_grouped_linear = isolated(GroupedLinearFunction)
-_interleaved_rotary = isolated(InterleavedRotaryFunction)
-_kv_cache_fp8 = isolated(KVCacheFP8Function)
-_linear = isolated(LinearFunction)
-_rms_norm = isolated(RMSNormFunction)
-_sparse_attention_fp8 = isolated(SparseAttentionFP8Function)
-_sparse_attention = isolated(SparseAttentionFunction)
+_compress = CompressFunction.apply
+_compressor_state = CompressorStateFunction.apply
+_grouped_linear = GroupedLinearFunction.apply
+_interleaved_rotary = InterleavedRotaryFunction.apply
+_kv_cache_fp8 = KVCacheFP8Function.apply
+_linear = LinearFunction.apply
+_rms_norm = RMSNormFunction.apply
+_sparse_attention_fp8 = SparseAttentionFP8Function.apply
+_sparse_attention = SparseAttentionFunction.apply
 
 
 class TrainableBlockOps(BlockOps):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 @contextmanager
@@ -21,25 +23,30 @@ def plain_settings(device_type: str) -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def isolated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` with plain settings in forward and in backward.
+class OpFunction(torch.autograd.Function):
+    """Base of our Functions: plain settings in forward and in backward, and no second backward.
 
-    Both matter: the engine runs a backward under the autocast state of its caller, so
-    `loss.backward()` inside `torch.autocast` would compute gradients from rounded operands.
+    Both need them: the engine runs a backward under the autocast state of its caller, so
+    `loss.backward()` inside `torch.autocast` would compute gradients from rounded operands. A
+    backward rounds and calls kernels, which autograd cannot see into: to differentiate it again is
+    an error, instead of a gradient that lacks terms.
     """
 
-    class Isolated(function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            return _call(function.forward, ctx, args)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        methods = vars(cls)
+        if "forward" in methods:
+            cls.forward = staticmethod(_plain(cls.forward))
+        if "backward" in methods:
+            cls.backward = staticmethod(once_differentiable(_plain(cls.backward)))
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return _call(function.backward, ctx, grads)
 
-    Isolated.__name__ = function.__name__
-    Isolated.__qualname__ = function.__qualname__
-    return Isolated.apply
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def plain(ctx: Any, *args: Any) -> Any:
+        return _call(method, ctx, args)
+
+    return plain
 
 
 def _call(call: Callable[..., Any], ctx: Any, args: tuple[Any, ...]) -> Any:

@@ -12,9 +12,10 @@ from consistent_kernels.attention import (
     attention_varlen_bwd,
 )
 from consistent_kernels.attention.plan import AttentionPlan
+from train_bridge.functions.ambient import OpFunction
 
 
-class AttentionFunction(torch.autograd.Function):
+class AttentionFunction(OpFunction):
     """out = attention_varlen(q, k, v); the logsumexp stays with the backward.
 
     Args of `apply`: q [T, Hq, D]; k, v [Tk, Hk, D]; cu_seqlens_q, cu_seqlens_k [B + 1]; params;

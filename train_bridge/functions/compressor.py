@@ -14,9 +14,10 @@ from consistent_kernels.compressor import (
     compressor_state_bwd,
 )
 from consistent_kernels.rotary import RopeParameters
+from train_bridge.functions.ambient import OpFunction
 
 
-class CompressorStateFunction(torch.autograd.Function):
+class CompressorStateFunction(OpFunction):
     """state = compressor_state(kv_score, position_bias); position_bias is an fp32 master."""
 
     @staticmethod
@@ -37,7 +38,7 @@ class CompressorStateFunction(torch.autograd.Function):
         return (*compressor_state_bwd(grad_state, positions, ctx.ratio), None, None)
 
 
-class CompressFunction(torch.autograd.Function):
+class CompressFunction(OpFunction):
     """entries = compress(state, rows); weight may be a master of another dtype than the model's.
 
     Args of `apply`: state [N, 2 W] fp32; weight [head_dim]; rows [E, tokens] int32; positions [E];

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.embedding import embedding, embedding_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class EmbeddingFunction(torch.autograd.Function):
+class EmbeddingFunction(OpFunction):
     """y[t] = round(master[ids[t]]): only the rows that are read are cast."""
 
     @staticmethod

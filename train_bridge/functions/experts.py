@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.experts import experts, experts_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class ExpertsFunction(torch.autograd.Function):
+class ExpertsFunction(OpFunction):
     """y = experts(x, w13, w2, ids, weights, shared).
 
     Gradients: x and shared in their dtype, w13 and w2 in the masters', weights in fp32. `prepared`

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.fp8_experts import Fp8ExpertWeight, fp8_experts, fp8_experts_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class Fp8ExpertsFunction(torch.autograd.Function):
+class Fp8ExpertsFunction(OpFunction):
     """y = fp8_experts(x, w13, w2, ids, weights, shared).
 
     Gradients: x and shared in their dtype, w13 and w2 in the masters', weights in fp32. `quantized`

@@ -9,9 +9,10 @@ import torch
 from consistent_kernels.fp8_linear import fp8_gemm, fp8_linear_bwd
 from consistent_kernels.fp8_linear.spec import quantization_of
 from consistent_kernels.quantization import quantize_rows
+from train_bridge.functions.ambient import OpFunction
 
 
-class Fp8LinearFunction(torch.autograd.Function):
+class Fp8LinearFunction(OpFunction):
     """y = fp8_linear(x, values, scale). Gradients: x in its dtype, weight in the master's dtype.
 
     `values, scale` are `quantize_weight(master)` of the same weight version; they carry no

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class GroupedLinearFunction(torch.autograd.Function):
+class GroupedLinearFunction(OpFunction):
     """y = grouped_linear(x, master rounded to the dtype of x)."""
 
     @staticmethod

@@ -15,6 +15,7 @@ from consistent_kernels.hyper_connections import (
     hc_pre,
     hc_pre_bwd,
 )
+from train_bridge.functions.ambient import OpFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class HyperConnectionParameters:
     post_multiplier: float = 2.0
 
 
-class HyperPreFunction(torch.autograd.Function):
+class HyperPreFunction(OpFunction):
     """(layer_input, post, comb) = hc_pre(x, fn, scale, base); fn, scale, base are fp32 masters."""
 
     @staticmethod
@@ -59,7 +60,7 @@ class HyperPreFunction(torch.autograd.Function):
         return (*grads, None, None)
 
 
-class HyperPostFunction(torch.autograd.Function):
+class HyperPostFunction(OpFunction):
     """out = hc_post(y, x, post, comb)."""
 
     @staticmethod
@@ -80,7 +81,7 @@ class HyperPostFunction(torch.autograd.Function):
         return (*hc_post_bwd(grad_out, *ctx.saved_tensors, impl=ctx.impl), None)
 
 
-class HyperHeadFunction(torch.autograd.Function):
+class HyperHeadFunction(OpFunction):
     """out = hc_head(x, fn, scale, base)."""
 
     @staticmethod

@@ -8,9 +8,10 @@ import torch
 
 from consistent_kernels.interleaved_rotary import interleaved_rotary
 from consistent_kernels.rotary import RopeParameters
+from train_bridge.functions.ambient import OpFunction
 
 
-class InterleavedRotaryFunction(torch.autograd.Function):
+class InterleavedRotaryFunction(OpFunction):
     """y = interleaved_rotary(positions, x, inverse)."""
 
     @staticmethod

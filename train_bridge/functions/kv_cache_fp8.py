@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.kv_cache_fp8 import KVLayout, round_trip_kv_fp8
+from train_bridge.functions.ambient import OpFunction
 
 
-class KVCacheFP8Function(torch.autograd.Function):
+class KVCacheFP8Function(OpFunction):
     """rows = the dequantized cache entries of kv [T, width]; gradient straight through onto kv.
 
     The rounding to FP8 has derivative zero almost everywhere; the straight-through estimator

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.linear import linear, linear_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class LinearFunction(torch.autograd.Function):
+class LinearFunction(OpFunction):
     """y = linear(x, prepared, bias). Gradients: x in its dtype, weight and bias in the master's.
 
     `prepared` is `prepare_weight(master)` of the same weight version; it carries no gradient.

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class RMSNormFunction(torch.autograd.Function):
+class RMSNormFunction(OpFunction):
     """y = rms_norm(x, weight). Gradients: x in its dtype, weight in the master's dtype."""
 
     @staticmethod
@@ -27,7 +28,7 @@ class RMSNormFunction(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), None, None
 
 
-class AddRMSNormFunction(torch.autograd.Function):
+class AddRMSNormFunction(OpFunction):
     """(y, s) = add_rms_norm(x, residual, weight). Both inputs receive the same gradient."""
 
     @staticmethod

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.rotary import RopeParameters, rotary, rotary_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class RotaryFunction(torch.autograd.Function):
+class RotaryFunction(OpFunction):
     """(q, k) = rotary(positions, q, k)."""
 
     @staticmethod

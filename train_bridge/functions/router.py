@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.router import RouterParameters, router, router_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class RouterFunction(torch.autograd.Function):
+class RouterFunction(OpFunction):
     """(ids, weights) = router(logits, bias)."""
 
     @staticmethod

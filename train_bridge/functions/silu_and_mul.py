@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.silu_and_mul import silu_and_mul, silu_and_mul_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class SiluAndMulFunction(torch.autograd.Function):
+class SiluAndMulFunction(OpFunction):
     """y = silu_and_mul(gate, up)."""
 
     @staticmethod

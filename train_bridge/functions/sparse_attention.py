@@ -14,9 +14,10 @@ from consistent_kernels.sparse_attention import (
     sparse_attention_bwd,
     sparse_attention_fp8,
 )
+from train_bridge.functions.ambient import OpFunction
 
 
-class SparseAttentionFunction(torch.autograd.Function):
+class SparseAttentionFunction(OpFunction):
     """out = sparse_attention(q, kv, indices, sinks); no gradient flows into the indices.
 
     Args of `apply`: q [T, H, D]; kv [S, D]; indices [T, K] int32; sinks [H] fp32 or None; scale;
@@ -76,7 +77,7 @@ def _rows(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     return read_slots_fp8(cache, slots, layout)
 
 
-class SparseAttentionFP8Function(torch.autograd.Function):
+class SparseAttentionFP8Function(OpFunction):
     """out = sparse_attention_fp8 over private FP8 caches of kv and extra_kv.
 
     The rounding to FP8 is passed straight through: gradients go to kv and extra_kv as if the rows

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from consistent_kernels.token_logprobs import TokenLogprobs, token_logprobs, token_logprobs_bwd
+from train_bridge.functions.ambient import OpFunction
 
 
-class TokenLogprobsFunction(torch.autograd.Function):
+class TokenLogprobsFunction(OpFunction):
     """(logprob, logsumexp, entropy) = token_logprobs(hidden, prepared, ids).
 
     Gradients: hidden in its dtype, the lm_head weight in the master's. With tied embeddings the

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from consistent_kernels.experts import experts, experts_bwd
+from train_bridge.functions.ambient import OpFunction
 from train_bridge.functions.linear import LinearFunction
 
 
-class FusedQKVFunction(torch.autograd.Function):
+class FusedQKVFunction(OpFunction):
     """y = linear(x, prepared, bias[rows]): columns come out as all of q, all of k, all of v.
 
     Args of `apply`: x [T, K]; master, interleaved [N, K]; bias, interleaved [N], or None;
@@ -44,7 +45,7 @@ def _at(rows: torch.Tensor, total: int, stacked: torch.Tensor | None) -> torch.T
     return stacked.new_zeros((total, *stacked.shape[1:])).index_copy_(0, rows, stacked)
 
 
-class ListedExpertsFunction(torch.autograd.Function):
+class ListedExpertsFunction(OpFunction):
     """`ExpertsFunction` with a master for each expert.
 
     Args of `apply`: x [T, H]; ids [T, K]; weights [T, K] fp32; prepared, gate-up [E, 2 I, H] and

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from consistent_kernels.errors import ConfigurationError, invalid
-from train_bridge.functions.ambient import isolated
 from train_bridge.functions.attention import AttentionFunction
 from train_bridge.functions.embedding import EmbeddingFunction
 from train_bridge.functions.linear import LinearFunction
@@ -33,14 +32,14 @@ from train_bridge.megatron.state import BatchLayout, MegatronState
 from train_bridge.modules import Bridged, Gemm, Scoring
 from train_bridge.weight_version import MODEL_DTYPE
 
-_linear = isolated(LinearFunction)
-_fused_qkv = isolated(FusedQKVFunction)
-_embedding = isolated(EmbeddingFunction)
-_rms_norm = isolated(RMSNormFunction)
-_rotary = isolated(RotaryFunction)
-_silu_and_mul = isolated(SiluAndMulFunction)
-_attention = isolated(AttentionFunction)
-_token_logprobs = isolated(TokenLogprobsFunction)
+_linear = LinearFunction.apply
+_fused_qkv = FusedQKVFunction.apply
+_embedding = EmbeddingFunction.apply
+_rms_norm = RMSNormFunction.apply
+_rotary = RotaryFunction.apply
+_silu_and_mul = SiluAndMulFunction.apply
+_attention = AttentionFunction.apply
+_token_logprobs = TokenLogprobsFunction.apply
 
 
 class MegatronModule(Bridged):

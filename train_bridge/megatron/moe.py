@@ -21,16 +21,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from consistent_kernels.errors import ConfigurationError, invalid
-from train_bridge.functions.ambient import isolated
 from train_bridge.functions.linear import LinearFunction
 from train_bridge.functions.router import RouterFunction
 from train_bridge.megatron.functions import ListedExpertsFunction
 from train_bridge.megatron.layers import MegatronModule, new_weight
 from train_bridge.modules import Gemm
 
-_linear = isolated(LinearFunction)
-_router = isolated(RouterFunction)
-_experts = isolated(ListedExpertsFunction)
+_linear = LinearFunction.apply
+_router = RouterFunction.apply
+_experts = ListedExpertsFunction.apply
 
 
 class VllmTopKRouter(MegatronModule, TopKRouter):

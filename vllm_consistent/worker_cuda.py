@@ -45,6 +45,7 @@ class ConsistentGPUWorker(ConsistentWorkerMixin, Worker):
             pages[0] if pages else None,
             config.get_vocab_size(),
             config.max_model_len,
+            draws=not self.use_v2_model_runner,
         )
 
     def _adopt_runner(self) -> None:

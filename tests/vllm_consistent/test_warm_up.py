@@ -23,7 +23,7 @@ class OneContract:
 def test_warm_up_attends_where_contexts_can_be_split(longest: int, calls: int) -> None:
     before = counters.snapshot().get("attention_paged", {}).get("reference", 0)
     pages = torch.full((3, 2, 16, 2, 64), float("nan"), dtype=torch.bfloat16)
-    warm_up(OneContract(), pages, 300, longest)
+    warm_up(OneContract(), pages, 300, longest, draws=True)
     after = counters.snapshot().get("attention_paged", {}).get("reference", 0)
     assert after - before == calls
     assert bool(pages.isnan().all()), "the engine's pages are left alone"

@@ -35,8 +35,15 @@ def draw_tokens(
         embedding must exist.
     """
     vocab = logits.shape[1]
+    if logits.is_cuda:
+        from consistent_kernels.token_logprobs import draw_triton
+
+        by = temperature.float()
+        if partials is None:
+            partials = shared_partials(logits, by)
+        return draw_triton.draw(logits, by, partials, uniform)
     safe = torch.where(temperature > 0, temperature, 1.0)
-    if logits.device.type == "cpu" and llvm.is_available():
+    if llvm.is_available():
         from consistent_kernels.token_logprobs import draw_llvm
 
         by = safe.float()
@@ -84,8 +91,13 @@ def shared_partials(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Te
     """The log-prob's sums per tile, for the draw and for the score: the vocabulary is read once.
 
     Args:
-        logits: [T, V] fp32 on a CPU where "llvm" is available; temperature: [T], 0 counts as 1.
+        logits: [T, V] fp32 on CUDA, or on a CPU where "llvm" is available; temperature: [T], 0
+            counts as 1.
     """
+    if logits.is_cuda:
+        from consistent_kernels.token_logprobs import triton
+
+        return triton.tile_partials(logits, temperature.float().contiguous(), logits.shape[1])
     from consistent_kernels.token_logprobs.llvm import tile_partials
     from consistent_kernels.token_logprobs.reference import divisor
 

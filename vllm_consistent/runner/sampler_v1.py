@@ -39,8 +39,8 @@ class ConsistentSampler(Sampler):
         masked = self._masked(logits, sampling_metadata)
         top = sampling_metadata.max_num_logprobs
         # One distribution is drawn from and scored, so the vocabulary is read once for both.
-        is_shared = self.impl == "llvm" and masked is logits
-        if is_shared and sampling_metadata.all_random and top == 0:
+        is_shared = self.impl in ("llvm", "triton") and masked is logits and len(logits) > 0
+        if is_shared and self.impl == "llvm" and sampling_metadata.all_random and top == 0:
             return self._drawn_and_scored(logits, sampling_metadata)
         partials = None
         if is_shared and not sampling_metadata.all_greedy:

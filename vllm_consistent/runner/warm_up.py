@@ -9,28 +9,29 @@ import torch
 
 from consistent_kernels.attention import AttentionParameters, attention_paged
 from consistent_kernels.contract import Contract
+from vllm_consistent.runner.draw import draw_tokens
 from vllm_consistent.runner.scoring import score
 
 
-def warm_up(contract: Contract, pages: torch.Tensor | None, vocab: int, longest: int) -> None:
-    """Score two rows, and attend over two key splits where a context can have them.
+def warm_up(
+    contract: Contract, pages: torch.Tensor | None, vocab: int, longest: int, *, draws: bool
+) -> None:
+    """Draw and score two rows, and attend over two key splits where a context can have them.
 
     Args:
         contract: of the engine.
         pages: [blocks, 2, block_size, Hk, D], any layer's; only its shape and device are read.
         vocab: columns of the logits.
         longest: `max_model_len`.
+        draws: whether our sampler draws (V1); V2's runner has vLLM's draw.
     """
     device = torch.device("cuda") if pages is None else pages.device
     logits = torch.zeros(2, vocab, dtype=torch.float32, device=device)
     ids = torch.zeros(2, dtype=torch.int64, device=device)
-    score(
-        logits,
-        ids,
-        torch.ones(2, dtype=torch.float32, device=device),
-        0,
-        contract.implementation("token_logprobs"),
-    )
+    temperature = torch.ones(2, dtype=torch.float32, device=device)
+    score(logits, ids, temperature, 0, contract.implementation("token_logprobs"))
+    if draws:
+        draw_tokens(logits, temperature, torch.zeros(2, dtype=torch.float64, device=device))
     if pages is None:
         return
     facts = contract.model

@@ -203,8 +203,8 @@ def token_logprobs_from_logits(
         banned: ids [n] or a bool mask [V] that are -inf too.
         entropy: whether to compute the entropy; no other bit depends on this.
         impl: "reference" (any device), "llvm" (x86 CPUs) or "triton" (CUDA).
-        partials: what `llvm.tile_partials` gave for these logits and temperatures, so that it is
-            not computed again; impl "llvm" without masks and entropy alone takes it.
+        partials: what `tile_partials` of the implementation ("llvm" or "triton") gave for these
+            logits and temperatures, so that it is not computed again; without masks and entropy.
 
     Returns:
         TokenLogprobs(logprob of the shape of ids, logsumexp [T], entropy [T] or None).
@@ -241,21 +241,25 @@ def _from_partials(
     partials: torch.Tensor,
     options: tuple[str, int, torch.Tensor | None, bool],
 ) -> TokenLogprobs:
-    from consistent_kernels.token_logprobs.llvm import partials_shape, token_logprobs_llvm
-
-    vocab = logits.shape[1]
-    wanted = ("llvm", vocab, None, False)
-    if options != wanted or partials.shape != partials_shape(*logits.shape):
+    impl, vocab = options[0], logits.shape[1]
+    if impl == "triton":
+        from consistent_kernels.token_logprobs.triton import partials_shape
+        from consistent_kernels.token_logprobs.triton import token_logprobs_fwd as score
+    else:
+        from consistent_kernels.token_logprobs.llvm import partials_shape
+        from consistent_kernels.token_logprobs.llvm import token_logprobs_llvm as score
+    shape = partials_shape(*logits.shape)
+    if impl == "reference" or options[1:] != (vocab, None, False) or partials.shape != shape:
         raise invalid(
             op,
             "partials",
-            f"of shape {partials_shape(*logits.shape)} for impl 'llvm' without masks and entropy",
+            f"of shape {shape} for impl 'llvm' or 'triton' without masks and entropy",
             f"of shape {tuple(partials.shape)} for {options}",
         )
-    count("token_logprobs", "llvm")
+    count("token_logprobs", impl)
     columns = as_columns(ids)
     check_values("token_logprobs", columns, by, vocab)
-    logprob, lse, _ = token_logprobs_llvm(logits, columns, by, vocab, None, False, partials)
+    logprob, lse, _ = score(logits, columns, by, vocab, None, False, partials)
     return TokenLogprobs(logprob.reshape(ids.shape), lse, None)
 
 

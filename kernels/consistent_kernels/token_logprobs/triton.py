@@ -6,6 +6,8 @@ first additions in the variant without entropy and not in the other, and their b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -150,6 +152,61 @@ def _merge_fwd_kernel(
         tl.store(logprob_ptr + row * k + column, logprob, mask=asked)
 
 
+def partials_shape(rows: int, valid_vocab: int) -> tuple[int, int, int]:
+    """Return the shape of what `tile_partials` gives."""
+    return 3, rows, triton.cdiv(valid_vocab, VOCAB_TILE)
+
+
+def _variant(banned: torch.Tensor | None, entropy: bool) -> dict[str, Any]:
+    return {
+        "HAS_BANNED": banned is not None,
+        "HAS_ENTROPY": entropy,
+        "SMALLEST": SMALLEST_DELTA,
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": False,
+    }
+
+
+def tile_partials(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    valid_vocab: int,
+    banned: torch.Tensor | None = None,
+    *,
+    entropy: bool = False,
+) -> torch.Tensor:
+    """Per tile of 1024 ids: m = max z, s = sum exp(z - m), w = sum exp(z - m) (z - m).
+
+    Args:
+        logits: [T, V] fp32 of unit column stride; T is at least 1.
+        temperature: [T] fp32 contiguous; 0 means 1.
+        valid_vocab: ids from here on are -inf; banned: bool [V] or None.
+        entropy: whether w is computed; else it is not written.
+
+    Returns:
+        [3, T, tiles] fp32.
+    """
+    rows = logits.shape[0]
+    partials = torch.empty(
+        partials_shape(rows, valid_vocab), dtype=torch.float32, device=logits.device
+    )
+    tiles = partials.shape[2]
+    _tile_partials_fwd_kernel[(rows * tiles,)](
+        logits,
+        temperature,
+        banned.view(torch.uint8) if banned is not None else logits,
+        partials,
+        logits.stride(0),
+        valid_vocab,
+        tiles,
+        rows,
+        TILE=VOCAB_TILE,
+        LEVELS=VOCAB_TILE.bit_length() - 1,
+        **_variant(banned, entropy),
+    )
+    return partials
+
+
 def token_logprobs_fwd(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -157,6 +214,7 @@ def token_logprobs_fwd(
     valid_vocab: int,
     banned: torch.Tensor | None,
     entropy: bool,
+    partials: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch the two kernels.
 
@@ -167,6 +225,7 @@ def token_logprobs_fwd(
         valid_vocab: ids from here on are -inf.
         banned: bool [V] or None.
         entropy: whether to compute it.
+        partials: of `tile_partials` with the same arguments; computed where it is None.
 
     Returns:
         (logprob [T, k], logsumexp [T], entropy [T] or None), fp32.
@@ -174,39 +233,18 @@ def token_logprobs_fwd(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids, temperature = ids.contiguous(), temperature.contiguous()
     rows, k = ids.shape
-    tiles = triton.cdiv(valid_vocab, VOCAB_TILE)
     logprob = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
     logsumexp = torch.empty(rows, dtype=torch.float32, device=logits.device)
     uncertainty = torch.empty_like(logsumexp) if entropy else None
     if not rows:
         return logprob, logsumexp, uncertainty
-    partials = torch.empty((3, rows, tiles), dtype=torch.float32, device=logits.device)
-    mask = banned.view(torch.uint8) if banned is not None else ids
-    variant = {
-        "HAS_BANNED": banned is not None,
-        "HAS_ENTROPY": entropy,
-        "SMALLEST": SMALLEST_DELTA,
-        "num_warps": NUM_WARPS,
-        "enable_fp_fusion": False,
-    }
-    _tile_partials_fwd_kernel[(rows * tiles,)](
-        logits,
-        temperature,
-        mask,
-        partials,
-        logits.stride(0),
-        valid_vocab,
-        tiles,
-        rows,
-        TILE=VOCAB_TILE,
-        LEVELS=VOCAB_TILE.bit_length() - 1,
-        **variant,
-    )
+    if partials is None:
+        partials = tile_partials(logits, temperature, valid_vocab, banned, entropy=entropy)
     _merge_fwd_kernel[(rows,)](
         logits,
         ids,
         temperature,
-        mask,
+        banned.view(torch.uint8) if banned is not None else ids,
         partials,
         logprob,
         logsumexp,
@@ -214,11 +252,11 @@ def token_logprobs_fwd(
         logits.stride(0),
         logits.shape[1],
         valid_vocab,
-        tiles,
+        partials.shape[2],
         rows,
         k,
         MERGE_BLOCK=_MERGE_BLOCK,
         IDS_BLOCK=_IDS_BLOCK,
-        **variant,
+        **_variant(banned, entropy),
     )
     return logprob, logsumexp, uncertainty

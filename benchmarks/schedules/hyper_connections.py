@@ -34,39 +34,40 @@ _COMPILERS = 14
 _ORDER = (256, 4096, 64, 1)
 """Tokens, what is least known first."""
 
-_FEW = [
-    *((MixSchedule(1), MapSchedule()), (MixSchedule(1, early=False), MapSchedule())),
-    *((MixSchedule(1), MapSchedule(overlap=False)), (MixSchedule(1), MapSchedule(256))),
-]
+_ALL = MapSchedule(registers=128)
+_WIDE = MapSchedule(1024, registers=128)
+_LOADED = MixSchedule(1, early=False, loaded=True)
+_LATE = MixSchedule(1, early=False)
+_BIG = MixSchedule(32, row_tile=128, warps=8, early=False)
+_MANY = MapSchedule(1024, 2, 8)
 PAIRS = {
-    1: _FEW,
-    64: _FEW,
+    1: [(MixSchedule(1), _ALL), (MixSchedule(1), MapSchedule(256, registers=128))],
+    64: [
+        *((mix, _ALL) for mix in (MixSchedule(1), _LATE, _LOADED)),
+        (MixSchedule(1), _WIDE),
+    ],
     256: [
-        *((MixSchedule(4), MapSchedule()), (MixSchedule(1), MapSchedule())),
-        *((MixSchedule(4), MapSchedule(1024)), (MixSchedule(1), MapSchedule(1024))),
-        *((MixSchedule(4), MapSchedule(comb_tokens=8)), (MixSchedule(4, stages=4), MapSchedule())),
-        (MixSchedule(4, early=False), MapSchedule()),
-        (MixSchedule(4), MapSchedule(overlap=False)),
-        (MixSchedule(1), MapSchedule(overlap=False)),
+        *((mix, maps) for mix in (MixSchedule(1), _LATE, _LOADED) for maps in (_ALL, _WIDE)),
+        *((MixSchedule(4, early=False), maps) for maps in (_ALL, _WIDE)),
+        (MixSchedule(1), dataclasses.replace(_WIDE, overlap=False)),
+        *((MixSchedule(1, row_tile=128, warps=8, early=early), _WIDE) for early in (True, False)),
+        (MixSchedule(1, warps=8, early=False), _ALL),
+        (MixSchedule(4, warps=8, early=False), _ALL),
     ],
     4096: [
-        *((MixSchedule(32), MapSchedule(size, warps, 8)) for size, warps in ((512, 1), (1024, 1))),
-        *((MixSchedule(32), MapSchedule(size, warps, 8)) for size, warps in ((1024, 2), (2048, 4))),
-        (MixSchedule(32), MapSchedule(1024, 2, 8, overlap=False)),
-        (MixSchedule(32), MapSchedule(1024, 2, 1)),
-        (MixSchedule(32, early=False), MapSchedule(1024, 2, 8)),
-        (MixSchedule(32, stages=4), MapSchedule(1024, 2, 8)),
-        (MixSchedule(32, row_tile=128, warps=8), MapSchedule(1024, 2, 8)),
-        (MixSchedule(4), MapSchedule(1024, 2, 8)),
-        (MixSchedule(4, row_tile=128, warps=8), MapSchedule(1024, 2, 8)),
+        (_BIG, _MANY),
+        *((_BIG, MapSchedule(size, 1, 8)) for size in (512, 1024)),
+        (dataclasses.replace(_BIG, warps=16), _MANY),
+        (dataclasses.replace(_BIG, row_tile=64), _MANY),
+        (dataclasses.replace(_BIG, terms=True), _MANY),
+        (dataclasses.replace(_BIG, terms=True, warps=16), _MANY),
+        (dataclasses.replace(_BIG, terms=True, row_tile=64, warps=4, stages=2), _MANY),
+        (dataclasses.replace(_BIG, terms=True, row_tile=64, stages=2), _MANY),
     ],
 }
 """Tokens to what is worth a try beside the committed pair."""
 
-POSTS = [
-    *(PostSchedule(512, 1), PostSchedule(512, 2), PostSchedule(1024, 2), PostSchedule(1024, 4)),
-    *(PostSchedule(256, 1), PostSchedule(2048, 4)),
-]
+POSTS = [PostSchedule(1024, 4), PostSchedule(256, 1)]
 
 
 def name(schedule: Any) -> str:
@@ -170,7 +171,9 @@ def _mixes(op: str, x: torch.Tensor, weights: Maps) -> Iterator[Group]:
     """One group for each number of parts: what they leave to the map kernel differs."""
     from consistent_kernels.hyper_connections.triton import hc_mix_fwd
 
-    mixes = list(dict.fromkeys(mix for mix, _ in pairs(x.shape[0], len(weights[2])) if mix.early))
+    tried = (mix for mix, _ in pairs(x.shape[0], len(weights[2])))
+    # Nothing is launched behind it, so that it makes no difference when that might start.
+    mixes = list(dict.fromkeys(dataclasses.replace(mix, early=True, loaded=False) for mix in tried))
     written = weights[0].shape[0] + 1
 
     def run(mix: MixSchedule) -> torch.Tensor:

@@ -42,6 +42,8 @@ class MixSchedule:
     Attributes:
         parts: consecutive parts that a program adds: 1, RUN_PARTS or RUN_PARTS * SPAN_RUNS.
         early: whether the map kernel may start beside it before its loop, not behind it.
+        loaded: whether it may start as soon as all is loaded (one part, not early).
+        terms: whether fn is cut into its three terms before, not by every program anew.
     """
 
     parts: int
@@ -49,6 +51,8 @@ class MixSchedule:
     warps: int = 4
     stages: int = 3
     early: bool = True
+    loaded: bool = False
+    terms: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +63,15 @@ class MapSchedule:
         hidden_block: columns of the layer input of one program; all S streams of them.
         comb_tokens: tokens of one program of comb; these programs start before the others.
         overlap: launched while the mix kernel runs (sm_90 and later); waits before it reads mixes.
+        registers: that a thread may have, where the compiler's choice has it load some sums after
+            it has added others; 0 leaves it to the compiler.
     """
 
     hidden_block: int = 512
     warps: int = 1
     comb_tokens: int = 1
     overlap: bool = True
+    registers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,10 +86,29 @@ def _terms(weight, dtype: tl.constexpr):
     return first, second, third
 
 
+@triton.jit
+def _hc_terms_kernel(
+    fn_ptr,  # [N, K] fp32 contiguous
+    terms_ptr,  # [3, N, K]
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    place = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = place < N * K
+    weight = tl.load(fn_ptr + place, mask=inside, other=0.0)
+    terms = _terms(weight, terms_ptr.dtype.element_ty)
+    for term in tl.static_range(3):
+        tl.store(terms_ptr + term * N * K + place, terms[term], mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _hc_mix_fwd_kernel(
     x_ptr,  # [T, K] bf16, row stride x_stride
-    fn_ptr,  # [N, K] fp32 contiguous
+    fn_ptr,  # [N, K] fp32 contiguous, or its terms [3, N, K]
     part_ptr,  # [entries, T, BLOCK_N] fp32: N mixes and the sum of squares
     tokens,
     x_stride,
@@ -103,7 +122,11 @@ def _hc_mix_fwd_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
+    LOADED: tl.constexpr,
+    TERMS: tl.constexpr,
 ):
+    if OVERLAP and TERMS:
+        gdc_wait()
     if OVERLAP and EARLY:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
@@ -123,11 +146,17 @@ def _hc_mix_fwd_kernel(
         if K % (K_PART * PARTS) != 0:
             x_inside &= (k < K)[None, :]
             fn_inside &= (k < K)[None, :]
-        weight = tl.load(fn_rows + k[None, :], mask=fn_inside, other=0.0)
+        first = tl.load(fn_rows + k[None, :], mask=fn_inside, other=0.0)
+        if TERMS:
+            second = tl.load(fn_rows + N * K + k[None, :], mask=fn_inside, other=0.0)
+            third = tl.load(fn_rows + 2 * N * K + k[None, :], mask=fn_inside, other=0.0)
         x = tl.load(x_rows + k[None, :], mask=x_inside, other=0.0)
         if PARTS == 1:
             tl.debug_barrier()  # or ptxas delays some loads until it has converted others
-        first, second, third = _terms(weight, x.dtype)
+            if OVERLAP and LOADED:
+                gdc_launch_dependents()
+        if not TERMS:
+            first, second, third = _terms(first, x.dtype)
         low = tl.dot(x, third.T)
         middle = tl.dot(x, second.T)
         high = tl.dot(x, first.T)
@@ -139,7 +168,7 @@ def _hc_mix_fwd_kernel(
             square_total = tl.where(ends, square_total + square_run, square_total)
             run = tl.where(ends, 0.0, run)
             square_run = tl.where(ends, 0.0, square_run)
-    if OVERLAP and not EARLY:
+    if OVERLAP and not EARLY and not LOADED:
         gdc_launch_dependents()
     if PARTS <= RUN_PARTS:
         total, square_total = run, square_run
@@ -310,11 +339,13 @@ def _layer_input(
     tl.store(input_ptr + token * H + columns, total.to(input_ptr.dtype.element_ty), mask=inside)
     if HAS_POST:  # noqa: SIM102 (decided at compile time)
         if block == 0:
+            # Twice the columns, or a lane loads several.
             post = _spans(
-                part_ptr, token * BLOCK_N + S + streams, tokens * BLOCK_N, S,
+                part_ptr, token * BLOCK_N + S + both % S, tokens * BLOCK_N, 2 * S,
                 PARTS, RUN_PARTS, SPAN_PARTS, ENTRIES, SPANS,
             )  # fmt: skip
-            post = halving_tree_rows(post, SPANS, S, SPAN_LEVELS)
+            post = halving_tree_rows(post, SPANS, 2 * S, SPAN_LEVELS)
+            post, _ = tl.split(tl.trans(tl.reshape(post, (2, S))))
             logits = post * norm * tl.load(scale_ptr + 1) + tl.load(base_ptr + S + streams)
             tl.store(post_ptr + token * S + streams, sigmoid(logits) * post_multiplier)
 
@@ -397,13 +428,29 @@ def hc_mix_fwd(
     entries = triton.cdiv(triton.cdiv(inner, K_PART), mix.parts)
     block_n = _block_n(count)
     part = torch.empty((entries, tokens, block_n), dtype=torch.float32, device=flat.device)
+    if mix.terms:
+        fn = _terms_of(fn, flat.dtype, overlap)
     _hc_mix_fwd_kernel[(triton.cdiv(tokens, mix.row_tile), entries)](
         flat, fn, part, tokens, flat.stride(0),
         K=inner, N=count, BLOCK_N=block_n, ROW_TILE=mix.row_tile, K_PART=K_PART,
         PART_LEVELS=K_PART.bit_length() - 4, RUN_PARTS=RUN_PARTS, PARTS=mix.parts, OVERLAP=overlap,
-        EARLY=mix.early, num_warps=mix.warps, num_stages=mix.stages, enable_fp_fusion=False,
+        EARLY=mix.early, LOADED=mix.loaded, TERMS=mix.terms, num_warps=mix.warps,
+        num_stages=mix.stages, enable_fp_fusion=False,
+        **({"launch_pdl": True} if overlap and mix.terms else {}),
     )  # fmt: skip
     return part
+
+
+def _terms_of(fn: torch.Tensor, dtype: torch.dtype, overlap: bool) -> torch.Tensor:
+    """Launch the cut of fn into the three terms that the mix kernel multiplies; [3, N, K]."""
+    count, inner = fn.shape
+    terms = torch.empty((3, count, inner), dtype=dtype, device=fn.device)
+    block = 1024
+    _hc_terms_kernel[(triton.cdiv(count * inner, block),)](
+        fn, terms, K=inner, N=count, BLOCK_K=block, OVERLAP=overlap,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return terms
 
 
 def hc_map_fwd(
@@ -491,4 +538,5 @@ def launch_maps(
         SAFE=has_safe_eps(eps), OVERLAP=overlap,
         num_warps=maps.warps, enable_fp_fusion=False,
         **({"launch_pdl": True} if overlap else {}),
+        **({"maxnreg": maps.registers} if maps.registers else {}),
     )  # fmt: skip

@@ -42,7 +42,7 @@ def mix_constexprs(schedule: MixSchedule) -> dict[str, object]:
     return {
         "K": 4 * 4096, "N": 24, "BLOCK_N": 32, "ROW_TILE": schedule.row_tile, "K_PART": K_PART,
         "PART_LEVELS": 4, "RUN_PARTS": RUN_PARTS, "PARTS": schedule.parts, "OVERLAP": True,
-        "EARLY": schedule.early,
+        "EARLY": schedule.early, "LOADED": schedule.loaded, "TERMS": schedule.terms,
     }  # fmt: skip
 
 
@@ -53,6 +53,29 @@ def map_constexprs(schedule: MapSchedule, parts: int) -> dict[str, object]:
         "SPAN_LEVELS": 2, "BLOCK_H": schedule.hidden_block, "COMB_TOKENS": schedule.comb_tokens,
         "ITERATIONS": 20, "HAS_COMB": True, "SAFE": True, "OVERLAP": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_mix_kernel_of_given_terms_cross_compiles(arch: int, tmp_path: Path) -> None:
+    from consistent_kernels.hyper_connections import triton as kernels
+
+    mix = MixSchedule(SPAN_PARTS, row_tile=128 if arch == 90 else 64, warps=8, terms=True)
+    names = {"K": 4 * 4096, "N": 24, "BLOCK_K": 1024, "OVERLAP": True}
+    for kernel, constexprs, bf16, warps in (
+        (kernels._hc_terms_kernel, names, {"terms_ptr"}, 4),
+        (kernels._hc_mix_fwd_kernel, mix_constexprs(mix), {"x_ptr", "fn_ptr"}, mix.warps),
+    ):
+        cubin = cross_compile(
+            kernel,
+            arch=arch,
+            signature=signature_of(kernel, constexprs, bf16),
+            constexprs=constexprs,
+            num_warps=warps,
+            num_stages=3,
+            enable_fp_fusion=False,
+            aligned=[n for n in kernel.arg_names if n.endswith(("_ptr", "_stride"))],
+        )
+        assert stack_bytes(cubin, tmp_path) == 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -123,10 +146,9 @@ assert torch.allclose(head.float(), value.float(), rtol=2**-6, atol=1e-4)
 alone = hc_map_fwd(x[2:], fn, scale, base, *numbers, has_comb=True)
 for actual, value in zip(alone, ours, strict=True):
     assert_bitwise_equal(actual, value[2:])
-for parts in PARTS:
-    other = hc_map_fwd(
-        x, fn, scale, base, *numbers, has_comb=True, mix=MixSchedule(parts, row_tile=16), maps=maps
-    )
+for parts, terms in [(parts, False) for parts in PARTS] + [(32, True)]:
+    mix = MixSchedule(parts, row_tile=16, terms=terms)
+    other = hc_map_fwd(x, fn, scale, base, *numbers, has_comb=True, mix=mix, maps=maps)
     for actual, value in zip(other, ours, strict=True):
         assert_bitwise_equal(actual, value)
 # The control: the columns in another order are other additions, and other bits.
@@ -220,6 +242,11 @@ def test_schedules_of_hc_pre_give_equal_bits(tokens: int) -> None:
     pairs += [(MixSchedule(RUN_PARTS, row_tile=128, warps=8), maps)]
     pairs += [(MixSchedule(RUN_PARTS, early=False), MapSchedule(1024, 2, 8))]
     pairs += [(MixSchedule(RUN_PARTS), MapSchedule(overlap=False))]
+    pairs += [(MixSchedule(1, early=False, loaded=True), MapSchedule(registers=128))]
+    pairs += [(MixSchedule(1), MapSchedule(1024, registers=168))]
+    for overlap in (True, False):
+        mix = MixSchedule(SPAN_PARTS, row_tile=128, warps=8, early=False, terms=True)
+        pairs += [(mix, MapSchedule(1024, 2, 8, overlap=overlap))]
     for mix, schedule in pairs:
         other = hc_map_fwd(x, *weights, *numbers, has_comb=True, mix=mix, maps=schedule)
         for actual, value in zip(other, expected, strict=True):

@@ -10,11 +10,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from consistent_kernels.errors import UnsupportedError
-from vllm_consistent.runner import draw_cuda
 from vllm_consistent.runner.draw import draw_tokens, shared_partials
 from vllm_consistent.runner.scoring import score
-
-_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 class ConsistentSampler(Sampler):
@@ -70,9 +67,6 @@ class ConsistentSampler(Sampler):
     def _draw(
         self, logits: torch.Tensor, metadata: Any, partials: torch.Tensor | None
     ) -> torch.Tensor:
-        if logits.is_cuda and not metadata.all_greedy:
-            seeds = self._seeds(logits, metadata)
-            return draw_cuda.draw_tokens(logits, metadata.temperature, seeds)
         greedy = None if metadata.all_random else logits.argmax(-1)
         if metadata.all_greedy:
             return greedy
@@ -96,13 +90,6 @@ class ConsistentSampler(Sampler):
         for processor in active:
             masked = processor.apply(masked)
         return masked
-
-    def _seeds(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
-        seeds = torch.randint(_LEAST, _MOST, (len(logits),), device=logits.device)
-        for row, generator in metadata.generators.items():
-            if row not in self.undrawn:
-                seeds[row : row + 1].random_(generator=generator)
-        return seeds
 
     def _uniform(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
         uniform = torch.rand(len(logits), dtype=torch.float64, device=logits.device)

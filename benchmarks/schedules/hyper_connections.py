@@ -169,7 +169,7 @@ def _post(setting: Setting, x: torch.Tensor, weights: Maps) -> Group:
 
 def _mixes(op: str, x: torch.Tensor, weights: Maps) -> Iterator[Group]:
     """One group for each number of parts: what they leave to the map kernel differs."""
-    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+    from consistent_kernels.hyper_connections.triton_mix import hc_mix_fwd
 
     tried = (mix for mix, _ in pairs(x.shape[0], len(weights[2])))
     # Nothing is launched behind it, so that it makes no difference when that might start.
@@ -192,7 +192,7 @@ def _mixes(op: str, x: torch.Tensor, weights: Maps) -> Iterator[Group]:
 
 def _maps(op: str, x: torch.Tensor, weights: Maps) -> Group:
     """The map kernel on what a mix kernel left before, so that nothing overlaps."""
-    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+    from consistent_kernels.hyper_connections.triton_mix import hc_mix_fwd
 
     tried = pairs(x.shape[0], len(weights[2]))
     variants = {}
@@ -226,7 +226,7 @@ def _map_alone(
 
 def _compile(x: torch.Tensor, weights: dict[str, Maps]) -> None:
     """Run each kernel once, in threads; the number of tokens specializes nothing."""
-    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+    from consistent_kernels.hyper_connections.triton_mix import hc_mix_fwd
     from consistent_kernels.hyper_connections.triton_post import hc_post_fwd
 
     every = list(dict.fromkeys(pair for m in PAIRS for n in (24, 4) for pair in pairs(m, n)))

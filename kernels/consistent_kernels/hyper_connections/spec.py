@@ -130,7 +130,7 @@ _SHARED = {
 _SCHEDULES = {
     "reference": (("reference.py",), {"gemm": "fp32 linear reference", "tree": "halving"}),
     "triton": (
-        ("triton.py", "triton_maps.py", "triton_post.py"),
+        ("triton.py", "triton_mix.py", "triton_maps.py", "triton_post.py"),
         {
             "gemm": "bf16 x times fn as three bf16 terms, fp32 accumulators, smallest term first",
             "row_tile": ROW_TILE,

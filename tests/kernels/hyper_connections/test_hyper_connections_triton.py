@@ -57,7 +57,7 @@ def map_constexprs(schedule: MapSchedule, parts: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_mix_kernel_of_given_terms_cross_compiles(arch: int, tmp_path: Path) -> None:
-    from consistent_kernels.hyper_connections import triton as kernels
+    from consistent_kernels.hyper_connections import triton_mix as kernels
 
     mix = MixSchedule(SPAN_PARTS, row_tile=128 if arch == 90 else 64, warps=8, terms=True)
     names = {"K": 4 * 4096, "N": 24, "BLOCK_K": 1024, "OVERLAP": True}
@@ -81,14 +81,15 @@ def test_the_mix_kernel_of_given_terms_cross_compiles(arch: int, tmp_path: Path)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("tokens", [64, 256, 4096])
 def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path) -> None:
-    from consistent_kernels.hyper_connections import triton as kernels
+    from consistent_kernels.hyper_connections.triton import _hc_map_fwd_kernel
+    from consistent_kernels.hyper_connections.triton_mix import _hc_mix_fwd_kernel
     from consistent_kernels.hyper_connections.triton_post import _hc_post_fwd_kernel
 
     mix, maps = mix_schedule(tokens, 24, arch == 90), map_schedule(tokens, 24)
     post = post_schedule(tokens)
     compiled = [
-        (kernels._hc_mix_fwd_kernel, mix_constexprs(mix), mix.warps, mix.stages),
-        (kernels._hc_map_fwd_kernel, map_constexprs(maps, mix.parts), maps.warps, 3),
+        (_hc_mix_fwd_kernel, mix_constexprs(mix), mix.warps, mix.stages),
+        (_hc_map_fwd_kernel, map_constexprs(maps, mix.parts), maps.warps, 3),
     ]
     if tokens == 4096:
         constexprs = {"H": 4096, "S": 4, "BLOCK_H": post.hidden_block}
@@ -176,7 +177,7 @@ def weights_on_cuda(hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels")
 def test_the_terms_of_fn_lose_no_bit() -> None:
     """Rows of x with one 1 pick single elements of fn: sums of three terms, and zeros."""
-    from consistent_kernels.hyper_connections.triton import hc_mix_fwd
+    from consistent_kernels.hyper_connections.triton_mix import hc_mix_fwd
 
     g = torch.Generator().manual_seed(6)
     fn = torch.randn(24, 4096, generator=g).cuda()

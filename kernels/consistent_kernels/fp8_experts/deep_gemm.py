@@ -91,7 +91,7 @@ def fp8_experts_deep_gemm(
         return x.new_empty((0, w2.shape[1]))
     stacked = (w13, w13_scale), (w2, w2_scale)
     y, places = _outputs_in_places(x, *stacked, ids, limit, scale_format, layout)
-    dependent = DEPENDENT_LAUNCHES and isinstance(places, PackedPlaces)
+    dependent = DEPENDENT_LAUNCHES and x.is_cuda and isinstance(places, PackedPlaces)
     return combine_places(y, places, weights, shared, dependent=dependent)
 
 
@@ -125,7 +125,7 @@ def _outputs_in_places(
         return grouped_gemm(hidden, w2, places, scale_format, dependent=dependent)
 
     if is_packed(layout, ids.numel(), x.device):
-        wait = DEPENDENT_LAUNCHES
+        wait = DEPENDENT_LAUNCHES and x.is_cuda
         rows, packed = pack_and_quantize(
             aligned_rows(x), flat, experts, scale_format, dependent=wait
         )

@@ -168,7 +168,7 @@ BAD = {
     "sparse_topk: starts, ends must be 0 <= start <= end <= 8, got 0, 9 in row 0": top(0, 9),
     "sparse_topk: starts, ends must be .* got -1, 3": top(-1, 3),
     "sparse_topk: starts, ends must be .* got 3, 2": top(3, 2),
-    r"quantize_indexer_q: q must be floats of shape \[T, H, 128\]": lambda: quantize_indexer_q(
+    r"quantize_indexer_q: q must be .* float32 of shape \[T, H, 128\]": lambda: quantize_indexer_q(
         torch.zeros(4, 128), torch.zeros(4, 1), softmax_scale=1.0, head_scale=1.0, **REF
     ),
     r"quantize_indexer_q: weights must be floats of shape \(4, 16\)": lambda: quantize_indexer_q(

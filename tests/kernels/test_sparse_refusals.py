@@ -15,6 +15,8 @@ from consistent_kernels.blocks.layer_norm import index_layer_norm
 from consistent_kernels.compressor import (
     CompressorParameters,
     compress,
+    compress_bwd,
+    compressor_state,
     compressor_state_bwd,
     packed_windows,
     paged_windows,
@@ -22,7 +24,9 @@ from consistent_kernels.compressor import (
 from consistent_kernels.errors import ConsistencyError, InvalidInputError
 from consistent_kernels.grouped_linear import grouped_linear, grouped_linear_bwd
 from consistent_kernels.hyper_connections import hc_head_bwd, hc_post_bwd, hc_pre, hc_pre_bwd
+from consistent_kernels.indexer import indexer_scores, indexer_scores_paged, quantize_indexer_q
 from consistent_kernels.kv_cache_fp8 import (
+    INDEXER,
     V4,
     V32,
     WorkspaceBounds,
@@ -33,6 +37,7 @@ from consistent_kernels.rotary import RopeParameters
 from consistent_kernels.sparse_attention import (
     check_indices,
     read_slots_fp8,
+    sparse_attention,
     sparse_attention_bwd,
     sparse_attention_fp8,
     window_and_selected,
@@ -56,6 +61,9 @@ APART = torch.zeros(2, 16, 2 * V4.token_bytes, dtype=torch.uint8)[:, :, ::2]
 Q, KV = torch.ones(2, 3, 512, dtype=torch.bfloat16), torch.ones(9, 512, dtype=torch.bfloat16)
 SLOTS = torch.stack((ints(0, 3), ints(2, -1)))
 TABLE = ints(0, 1)[None]
+Q8 = Q[..., :128].to(torch.float8_e4m3fn)
+META = POST.to("meta")
+ROPE = RopeParameters(head_dim=128, rotary_dim=64, theta=1e4, max_position=32)
 
 
 def pre_bwd(*grads: torch.Tensor) -> Callable[[], Any]:
@@ -158,6 +166,97 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
     "index_layer_norm: x must be floats": lambda: index_layer_norm(
         torch.ones(2, 4, dtype=torch.int32), torch.ones(4), torch.ones(4), 1e-6
+    ),
+    "hc_pre_bwd: grad_post must be on cpu, got meta": pre_bwd(INPUT, META, COMB),
+    "hc_pre: iterations must be an integer, at least 1, got 2.5": lambda: hc_pre(
+        X, FN, SCALE, BASE, iterations=2.5, **MAPS
+    ),
+    "hc_post_bwd: grad_out must be on cpu, got meta": lambda: hc_post_bwd(
+        X.to("meta"), INPUT, X, POST, COMB, **REF
+    ),
+    "grouped_linear: x must be .* one group": lambda: grouped_linear(
+        torch.ones(3, 0, 4), torch.ones(0, 5, 4), **REF
+    ),
+    "grouped_linear_bwd: grad_y must be on cpu, got meta": lambda: grouped_linear_bwd(
+        torch.ones(3, 2, 5, device="meta"), torch.ones(3, 2, 4), torch.ones(2, 5, 4), **REF
+    ),
+    "sparse_attention: q must be .* at least one head": lambda: sparse_attention(
+        Q[:, :0], KV, SLOTS, scale=0.1, d_v=512, **REF
+    ),
+    "sparse_attention_fp8: q must be .* at least one head": lambda: sparse_attention_fp8(
+        Q[:, :0], CACHE, SLOTS, scale=0.1, **REF
+    ),
+    r"sparse_attention_bwd: out must be \[T, H, d_v\], got \(3, 512\)": lambda: (
+        sparse_attention_bwd(Q[0], Q, KV, SLOTS, Q[0], torch.zeros(2, 3), scale=0.1, **REF)
+    ),
+    r"sparse_attention_bwd: out must be .* \(2, 3, 512\), got .* \(1, 3, 512\)": lambda: (
+        sparse_attention_bwd(Q[:1], Q, KV, SLOTS, Q[:1], torch.zeros(2, 3), scale=0.1, **REF)
+    ),
+    "indexer_scores: q must be .* at least one head": lambda: indexer_scores(
+        Q8[:, :0], torch.ones(2, 0), Q8[:, 0], torch.ones(2), ints(0, 0), ints(2, 2), **REF
+    ),
+    "quantize_indexer_q: weights must be on cpu, got meta": lambda: quantize_indexer_q(
+        torch.ones(3, 4, 128), META, softmax_scale=1.0, head_scale=1.0, **REF
+    ),
+    "quantize_indexer_q: q must be bfloat16, .* got torch.float64": lambda: quantize_indexer_q(
+        torch.ones(3, 4, 128).double(), POST, softmax_scale=1.0, head_scale=1.0, **REF
+    ),
+    "compressor: ratio must be an integer, at least 1, got 4.0": lambda: CompressorParameters(
+        4.0, True, 128, 1e-6
+    ),
+    "compressor: head_dim must be an integer, at least 1, got 0": lambda: CompressorParameters(
+        4, True, 0, 1e-6
+    ),
+    "compressor_state: position_bias must be .* at least 1, got .* .0, 4.": lambda: (
+        compressor_state(torch.ones(1, 8), torch.ones(0, 4), ints(0), **REF)
+    ),
+    "compressor_state_bwd: ratio must be at least 1, got 0": lambda: compressor_state_bwd(
+        torch.ones(1, 8), ints(0), 0
+    ),
+    "compressor_state_bwd: positions must be on cpu, got meta": lambda: compressor_state_bwd(
+        torch.ones(1, 8), ints(0).to("meta"), 4
+    ),
+    r"compress: rows must be \[E, 8\], got \(8,\)": lambda: compress(
+        torch.ones(9, 512),
+        torch.arange(8).int(),
+        ints(0),
+        torch.ones(128),
+        rope=ROPE,
+        params=WINDOW,
+        **REF,
+    ),
+    "compress_bwd: grad_entries must be floats .* got torch.int32": lambda: compress_bwd(
+        torch.ones(1, 128).int(),
+        torch.ones(9, 512),
+        torch.arange(8).int()[None],
+        ints(0),
+        torch.ones(128),
+        rope=ROPE,
+        params=WINDOW,
+        **REF,
+    ),
+    r"window_and_selected: positions must be \[T\], got \(\)": lambda: window_and_selected(
+        torch.tensor(3), window=2, window_base=ints(0)
+    ),
+    r"window_and_selected: selected must be integers \[1, K\], got \(1,\)": lambda: (
+        window_and_selected(
+            ints(3), window=2, window_base=ints(0), selected=ints(1), selected_base=ints(0)
+        )
+    ),
+    "window_and_selected: window_base must be on cpu, got meta": lambda: window_and_selected(
+        ints(3), window=2, window_base=ints(0).to("meta")
+    ),
+    r"indexer_scores_paged: block_table must be .* got 2-D torch.int32 of strides \(1, 2\)": (
+        lambda: indexer_scores_paged(
+            Q8,
+            torch.ones(2, 3),
+            new_cache(2, 16, INDEXER, "cpu"),
+            torch.zeros(4, dtype=torch.int32).as_strided((2, 2), (1, 2)),
+            None,
+            ints(1, 1),
+            columns=4,
+            **REF,
+        )
     ),
     "index_layer_norm: weight must be on cpu": lambda: index_layer_norm(
         torch.ones(2, 4), torch.ones(4, device="meta"), torch.ones(4), 1e-6

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from consistent_kernels.errors import invalid
+from consistent_kernels.index_range import check_range
 
 
 def require_hidden(
@@ -69,7 +70,7 @@ class PagedBatch:
         block_size: int,
         max_seq_len: int,
     ) -> None:
-        """Refuse what a block cannot take; integers' values are not looked at.
+        """Refuse what a block cannot take; on a CPU also positions beyond the batch's bound.
 
         Args:
             op: the block's name.
@@ -78,7 +79,7 @@ class PagedBatch:
 
         Raises:
             InvalidInputError: another number of rows or columns, no integers, pages of another
-                size, or a longer bound.
+                size, a longer bound, or (on a CPU) a position that the bound does not allow.
         """
         require_hidden(op, hidden, hidden.shape[0], width, dtype)
         tokens = hidden.shape[:1]
@@ -94,8 +95,12 @@ class PagedBatch:
         if self.block_size != block_size:
             hint = "the tokens of a page of its caches"
             raise invalid(op, "block_size", f"{block_size}, {hint}", self.block_size)
-        if self.max_seq_len > max_seq_len:
-            raise invalid(op, "max_seq_len", f"at most {max_seq_len}", self.max_seq_len)
+        if not 1 <= self.max_seq_len <= max_seq_len:
+            expected = f"at most {max_seq_len}" if self.max_seq_len > 0 else "at least 1"
+            raise invalid(op, "max_seq_len", expected, self.max_seq_len)
+        if self.positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Entries beyond the bound would be left out without a word.
+            check_range(op, "positions", self.positions, 0, self.max_seq_len)
 
     def physical(self, places: torch.Tensor) -> torch.Tensor:
         """Return the slots [T, K] int32 of places [T, K] of each token's request; -1 stays -1."""

@@ -196,11 +196,11 @@ def _check_state(
     impl: str,
 ) -> None:
     require_implementation(op, impl, IMPLEMENTATIONS)
-    if position_bias.dim() != 2 or position_bias.dtype != torch.float32:
+    if position_bias.dim() != 2 or position_bias.dtype != torch.float32 or not len(position_bias):
         raise invalid(
             op,
             "position_bias",
-            "float32 [ratio, W]",
+            "float32 [ratio, W], a ratio of at least 1",
             f"{position_bias.dtype} {tuple(position_bias.shape)}",
         )
     _check_fp32(op, "kv_score", kv_score, 2 * position_bias.shape[1])
@@ -224,6 +224,8 @@ def _check_entries(
         raise invalid(op, "state", "contiguous", f"strides {state.stride()}")
     if rows.dtype != torch.int32:
         raise invalid(op, "rows", "torch.int32", rows.dtype)
+    if rows.dim() != 2:
+        raise invalid(op, "rows", f"[E, {params.tokens}]", tuple(rows.shape))
     _check_integers(op, "rows", rows, (rows.shape[0], params.tokens))
     _check_integers(op, "positions", positions, (rows.shape[0],))
     if tuple(weight.shape) != (params.head_dim,):
@@ -270,6 +272,9 @@ def compressor_state_bwd(
             op, "grad_state", "floats [T, 2 W], an even width", f"{grad_state.dtype} {shape}"
         )
     _check_integers(op, "positions", positions, shape[:1])
+    require_device(op, grad_state.device, positions=positions)
+    if ratio < 1:
+        raise invalid(op, "ratio", "at least 1", ratio)
     width = grad_state.shape[1] // 2
     place = torch.nn.functional.one_hot(positions.long() % ratio, ratio).to(grad_state.dtype)
     # A product with a 0-1 matrix: an order that does not follow the scheduling of atomics.
@@ -417,13 +422,10 @@ def compress_bwd(
         (grad_state [N, 2 W] fp32, grad_weight [head_dim] fp32).
     """
     _check_entries("compress_bwd", state, rows, positions, weight, rope, params, impl)
-    if tuple(grad_entries.shape) != (rows.shape[0], params.head_dim):
-        raise invalid(
-            "compress_bwd",
-            "grad_entries",
-            f"of shape {(rows.shape[0], params.head_dim)}",
-            tuple(grad_entries.shape),
-        )
+    shape = (rows.shape[0], params.head_dim)
+    if tuple(grad_entries.shape) != shape or not grad_entries.is_floating_point():
+        given = f"{grad_entries.dtype} of shape {tuple(grad_entries.shape)}"
+        raise invalid("compress_bwd", "grad_entries", f"floats of shape {shape}", given)
     require_device("compress_bwd", state.device, grad_entries=grad_entries)
     tables = rope_tables(rope.key, state.device)
     if impl == "reference":

@@ -27,7 +27,11 @@ class CompressorParameters:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        if self.ratio < 1 or self.tokens & (self.tokens - 1):
+        for name in ("ratio", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise invalid("compressor", name, "an integer, at least 1", value)
+        if self.tokens & (self.tokens - 1):
             raise invalid(
                 "compressor", "ratio", "such that an entry takes a power of two tokens", self.ratio
             )

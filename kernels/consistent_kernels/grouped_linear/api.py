@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from consistent_kernels.counters import count
-from consistent_kernels.devices import require_cuda
+from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import invalid, require_implementation
 from consistent_kernels.grouped_linear.spec import IMPLEMENTATIONS
 from consistent_kernels.linear.reference import linear_ref
@@ -49,8 +49,9 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, impl: str) -> None:
             op, "x", "[T, G, K] of bfloat16, float16 or float32", f"{tuple(x.shape)} of {x.dtype}"
         )
     groups, inner = x.shape[1:]
-    if inner == 0:
-        raise invalid(op, "x", "[T, G, K] with at least one column", tuple(x.shape))
+    if inner == 0 or groups == 0:
+        expected = "[T, G, K] with at least one column and one group"
+        raise invalid(op, "x", expected, tuple(x.shape))
     fits = weight.dim() == 3 and weight.shape[0] == groups and weight.shape[2] == inner
     if not fits or weight.dtype != x.dtype or not weight.is_contiguous():
         raise invalid(
@@ -107,6 +108,7 @@ def grouped_linear_bwd(
     if tuple(grad_y.shape) != expected or not grad_y.is_floating_point():
         given = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
         raise invalid("grouped_linear_bwd", "grad_y", f"floats of shape {expected}", given)
+    require_device("grouped_linear_bwd", x.device, grad_y=grad_y)
     g, rows = grad_y.transpose(0, 1), x.transpose(0, 1)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and grad_y.dtype == x.dtype:
         grad_x = torch.bmm(g, weight)

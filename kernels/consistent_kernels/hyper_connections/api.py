@@ -71,15 +71,18 @@ def _check_maps(
     require_device(op, x.device, fn=fn, scale=scale, base=base)
 
 
-def _check_grad(op: str, name: str, grad: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_grad(
+    op: str, name: str, grad: torch.Tensor, shape: tuple[int, ...], device: torch.device
+) -> None:
     if tuple(grad.shape) != shape or not grad.is_floating_point():
         given = f"{grad.dtype} of shape {tuple(grad.shape)}"
         raise invalid(op, name, f"floats of shape {shape}", given)
+    require_device(op, device, **{name: grad})
 
 
 def _check_iterations(op: str, iterations: int) -> None:
-    if iterations < 1:
-        raise invalid(op, "iterations", "at least 1", iterations)
+    if not isinstance(iterations, int) or iterations < 1:
+        raise invalid(op, "iterations", "an integer, at least 1", iterations)
 
 
 def _check_post(
@@ -291,9 +294,9 @@ def hc_pre_bwd(
     _check_maps("hc_pre_bwd", x, fn, scale, base, impl, head=False)
     _check_iterations("hc_pre_bwd", iterations)
     tokens, streams, hidden = x.shape
-    _check_grad("hc_pre_bwd", "grad_input", grad_input, (tokens, hidden))
-    _check_grad("hc_pre_bwd", "grad_post", grad_post, (tokens, streams))
-    _check_grad("hc_pre_bwd", "grad_comb", grad_comb, (tokens, streams, streams))
+    _check_grad("hc_pre_bwd", "grad_input", grad_input, (tokens, hidden), x.device)
+    _check_grad("hc_pre_bwd", "grad_post", grad_post, (tokens, streams), x.device)
+    _check_grad("hc_pre_bwd", "grad_comb", grad_comb, (tokens, streams, streams), x.device)
     grads = (grad_input, grad_post, grad_comb)
     return hc_pre_bwd_ref(*grads, x, fn, scale, base, norm_eps, eps, iterations, post_multiplier)
 
@@ -311,7 +314,7 @@ def hc_head_bwd(
 ) -> Gradients:
     """Gradients of `hc_head`: (grad_x, grad_fn, grad_scale, grad_base), as `hc_pre_bwd`."""
     _check_maps("hc_head_bwd", x, fn, scale, base, impl, head=True)
-    _check_grad("hc_head_bwd", "grad_out", grad_out, (x.shape[0], x.shape[2]))
+    _check_grad("hc_head_bwd", "grad_out", grad_out, (x.shape[0], x.shape[2]), x.device)
     return hc_head_bwd_ref(grad_out, x, fn, scale, base, norm_eps, eps)
 
 
@@ -326,5 +329,5 @@ def hc_post_bwd(
 ) -> Gradients:
     """Gradients of `hc_post`: (grad_y, grad_x, grad_post fp32, grad_comb fp32)."""
     _check_post("hc_post_bwd", y, x, post, comb, impl)
-    _check_grad("hc_post_bwd", "grad_out", grad_out, tuple(x.shape))
+    _check_grad("hc_post_bwd", "grad_out", grad_out, tuple(x.shape), x.device)
     return hc_post_bwd_ref(grad_out, y, x, post, comb)

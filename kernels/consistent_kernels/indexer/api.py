@@ -13,8 +13,10 @@ from consistent_kernels.indexer.reference import indexer_scores_ref, row_scores_
 from consistent_kernels.indexer.spec import HEAD_DIM, IMPLEMENTATIONS
 from consistent_kernels.kv_cache_fp8 import INDEXER, gather_indexer_k
 from consistent_kernels.quantization import quantize_rows
+from consistent_kernels.quantization.spec import IMPLEMENTATIONS as QUANTIZATIONS
 
 _MIN_TRITON_HEADS = 16
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _LIBRARY = torch.library.Library("consistent_kernels", "FRAGMENT")
 _LIBRARY.define(
@@ -139,6 +141,8 @@ def _check_queries(op: str, q: torch.Tensor, weights: torch.Tensor, impl: str) -
         given = f"{q.dtype} of shape {tuple(q.shape)}"
         raise invalid(op, "q", f"float8_e4m3fn of shape [T, H, {HEAD_DIM}]", given)
     heads = q.shape[1]
+    if heads == 0:
+        raise invalid(op, "q", f"[T, H, {HEAD_DIM}] with at least one head", tuple(q.shape))
     if impl == "triton" and (heads < _MIN_TRITON_HEADS or heads & (heads - 1)):
         raise invalid(op, "heads", f"a power of two from {_MIN_TRITON_HEADS} for triton", heads)
     if weights.dtype != torch.float32 or weights.shape != q.shape[:2]:
@@ -198,15 +202,18 @@ def quantize_indexer_q(
         (q [T, H, 128] float8_e4m3fn, weights [T, H] fp32). Neither is differentiable.
 
     Raises:
-        InvalidInputError: shape or dtype.
+        InvalidInputError: shape, dtype or device. UnsupportedError: unknown impl.
     """
     op = "quantize_indexer_q"
-    if q.dim() != 3 or q.shape[2] != HEAD_DIM or not q.is_floating_point():
+    require_implementation(op, impl, QUANTIZATIONS)
+    if q.dim() != 3 or q.shape[2] != HEAD_DIM or q.dtype not in _FLOATS:
         given = f"{q.dtype} of shape {tuple(q.shape)}"
-        raise invalid(op, "q", f"floats of shape [T, H, {HEAD_DIM}]", given)
+        expected = f"bfloat16, float16 or float32 of shape [T, H, {HEAD_DIM}]"
+        raise invalid(op, "q", expected, given)
     if weights.shape != q.shape[:2] or not weights.is_floating_point():
         given = f"{weights.dtype} of shape {tuple(weights.shape)}"
         raise invalid(op, "weights", f"floats of shape {tuple(q.shape[:2])}", given)
+    require_device(op, q.device, weights=weights)
     tokens, heads, dim = q.shape
     with torch.no_grad():
         values, scale = quantize_rows(
@@ -316,7 +323,7 @@ def indexer_scores_paged(
             f"strides {tuple(cache.stride())}",
         )
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.stride(1) != 1:
-        given = f"{block_table.dim()}-D {block_table.dtype}"
+        given = f"{block_table.dim()}-D {block_table.dtype} of strides {block_table.stride()}"
         raise invalid(op, "block_table", "2-D int32 of unit column stride", given)
     if requests is not None:
         _check_rows(op, "requests", requests, q)

@@ -181,13 +181,16 @@ def router_bwd(
         nowhere (ids -1) have zeros, whatever their logits and grad_weights hold.
 
     Raises:
-        InvalidInputError: shape, dtype or device. UnsupportedError: unknown impl.
+        InvalidInputError: shape, dtype or device, an id out of range (on CPU).
+        UnsupportedError: unknown impl.
     """
     op, device = "router_bwd", logits.device
     _validate(op, logits, parameters, impl)
     shape = (logits.shape[0], parameters.top_k)
     _require(op, "ids", ids, shape, _INTEGERS, device)
     _require(op, "grad_weights", grad_weights, shape, (torch.float32,), device)
+    if device.type == "cpu":
+        _require_experts(op, "ids", ids, logits.shape[1], lowest=-1)
     return router_bwd_ref(grad_weights, logits, ids, parameters)
 
 
@@ -226,9 +229,11 @@ def hash_expert_ids(
     return ids
 
 
-def _require_experts(op: str, name: str, ids: torch.Tensor, num_experts: int) -> None:
+def _require_experts(
+    op: str, name: str, ids: torch.Tensor, num_experts: int, lowest: int = 0
+) -> None:
     if not ids.numel():
         return
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= num_experts:
-        raise invalid(op, name, f"expert ids in [0, {num_experts})", f"{low} to {high}")
+    if low < lowest or high >= num_experts:
+        raise invalid(op, name, f"expert ids in [{lowest}, {num_experts})", f"{low} to {high}")

@@ -131,10 +131,11 @@ def router_bwd_ref(
     Returns:
         [T, E] fp32.
     """
-    routed = ids >= 0
+    # An id that no expert has is refused on a CPU; on a GPU its weight was 0.
+    routed = (ids >= 0) & (ids < logits.shape[1])
     # Padding may hold NaN, and zero times that is not zero.
     logits = torch.where(routed.any(-1, keepdim=True), logits.float(), 0.0)
-    slots = ids.clamp(min=0).long()
+    slots = torch.where(routed, ids, 0).long()
     scores = scores_ref(logits, parameters.scoring)
     chosen = scores.gather(1, slots)
     grad = torch.where(routed, grad_weights.float() * parameters.scale, 0.0)

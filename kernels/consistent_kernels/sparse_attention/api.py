@@ -58,6 +58,8 @@ def _check(
             op, "q", f"[T, H, D] of {names} for impl {impl!r}", f"{tuple(q.shape)} of {q.dtype}"
         )
     tokens, heads, width = q.shape
+    if heads == 0:
+        raise invalid(op, "q", "[T, H, D] with at least one head", tuple(q.shape))
     if kv.dim() != 2 or kv.shape[1] != width or kv.dtype != q.dtype:
         raise invalid(op, "kv", f"{q.dtype} [S, {width}]", f"{kv.dtype} {tuple(kv.shape)}")
     if not 0 < d_v <= width:
@@ -204,13 +206,14 @@ def sparse_attention_bwd(
             width that it does not serve.
     """
     op = "sparse_attention_bwd"
+    if out.dim() != 3:
+        raise invalid(op, "out", "[T, H, d_v]", tuple(out.shape))
     _check(op, q, kv, indices, sinks, out.shape[-1], impl)
     require_backward(backward)
-    for name, value in (("grad_out", grad_out), ("out", out)):
-        if value.shape != out.shape or value.shape[:2] != q.shape[:2] or value.dtype != q.dtype:
-            raise invalid(
-                op, name, f"{q.dtype} {tuple(out.shape)}", f"{value.dtype} {tuple(value.shape)}"
-            )
+    shape = (*q.shape[:2], out.shape[-1])
+    for name, value in (("out", out), ("grad_out", grad_out)):
+        if value.shape != shape or value.dtype != q.dtype:
+            raise invalid(op, name, f"{q.dtype} {shape}", f"{value.dtype} {tuple(value.shape)}")
     if lse.dtype != torch.float32 or lse.shape != q.shape[:2]:
         raise invalid(op, "lse", f"float32 {tuple(q.shape[:2])}", f"{lse.dtype} {tuple(lse.shape)}")
     require_device(op, q.device, grad_out=grad_out, out=out, lse=lse)

@@ -150,8 +150,9 @@ def sparse_attention_fp8(
     """
     op = "sparse_attention_fp8"
     require_implementation(op, impl, FP8_IMPLEMENTATIONS)
-    if q.dim() != 3 or q.dtype != torch.bfloat16 or q.shape[2] not in _LAYOUTS:
-        raise invalid(op, "q", "bfloat16 [T, H, 576 or 512]", f"{q.dtype} {tuple(q.shape)}")
+    if q.dim() != 3 or q.dtype != torch.bfloat16 or q.shape[2] not in _LAYOUTS or not q.shape[1]:
+        expected = "bfloat16 [T, H, 576 or 512] with at least one head"
+        raise invalid(op, "q", expected, f"{q.dtype} {tuple(q.shape)}")
     layout = _LAYOUTS[q.shape[2]]
     _check_cache(op, "cache", cache, slots, q, layout)
     if extra is not None:

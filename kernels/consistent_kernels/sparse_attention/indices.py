@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from consistent_kernels.devices import require_device
 from consistent_kernels.errors import invalid
 
 
@@ -44,7 +45,13 @@ def window_and_selected(
         InvalidInputError: shapes, floating-point positions, or only one of the `selected` two.
     """
     op = "window_and_selected"
+    if positions.dim() != 1:
+        raise invalid(op, "positions", "[T]", tuple(positions.shape))
     tokens = positions.shape[0]
+    require_device(
+        op, positions.device, window_base=window_base, selected=selected,
+        selected_base=selected_base,
+    )  # fmt: skip
     _check(op, "positions", positions, (tokens,))
     _check(op, "window_base", window_base, (tokens,))
     if window < 1:
@@ -58,6 +65,8 @@ def window_and_selected(
     place = first + column
     parts = [torch.where(place <= positions.unsqueeze(1), place + window_base.unsqueeze(1), -1)]
     if selected is not None:
+        if selected.dim() != 2:
+            raise invalid(op, "selected", f"integers [{tokens}, K]", tuple(selected.shape))
         _check(op, "selected", selected, (tokens, selected.shape[-1]))
         _check(op, "selected_base", selected_base, (tokens,))
         parts.append(torch.where(selected >= 0, selected + selected_base.unsqueeze(1), -1))

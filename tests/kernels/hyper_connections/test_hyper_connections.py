@@ -242,7 +242,7 @@ def test_hyper_connections_reject_bad_inputs() -> None:
         hc_pre(x, fn[:, :31], scale, base, **NUMBERS, impl="reference")
     with pytest.raises(InvalidInputError, match=r"scale must be torch.float32 of shape \(3,\)"):
         hc_pre(x, fn, scale.bfloat16(), base, **NUMBERS, impl="reference")
-    with pytest.raises(InvalidInputError, match="iterations must be at least 1, got 0"):
+    with pytest.raises(InvalidInputError, match="iterations must be an integer, at least 1, got 0"):
         hc_pre(x, fn, scale, base, norm_eps=1e-6, eps=1e-6, iterations=0, impl="reference")
     with pytest.raises(UnsupportedError, match=r"hc_pre: 3 streams is not supported; supported: 2"):
         hc_pre(x[:, :3], fn, scale, base, **NUMBERS, impl="reference")

@@ -8,6 +8,7 @@ from router_cases import MODELS, case, exact_scores
 
 from consistent_kernels.errors import InvalidInputError
 from consistent_kernels.router import router, router_bwd
+from consistent_kernels.router.reference import router_bwd_ref
 from consistent_kernels.testing import assert_bitwise_equal, poisoned_rows
 
 
@@ -100,3 +101,19 @@ def test_router_bwd_rejects_bad_inputs() -> None:
             InvalidInputError, match=r"grad_weights must be torch\.float32 .* on cpu"
         ):
             router_bwd(grad, logits, ids, parameters=p, impl="reference")
+    for wrong in (p.num_experts, -2):
+        ids[1, 2] = wrong
+        low, high = min(wrong, 0), max(wrong, 0)
+        with pytest.raises(InvalidInputError, match=rf"ids .* \[-1, 128\), got {low} to {high}"):
+            router_bwd(torch.zeros(3, 8), logits, ids, parameters=p, impl="reference")
+
+
+def test_router_bwd_gives_an_absent_expert_no_gradient() -> None:
+    """On a GPU nobody looks at ids: the forward weighs such a slot with 0, and this follows."""
+    logits, _, p = case("qwen3-raw", 3, "cpu", seed=6)
+    ids, _ = router(logits, parameters=p, impl="reference")
+    wrong, none, grad = ids.clone(), ids.clone(), torch.ones(3, p.top_k)
+    wrong[1, 2], none[1, 2] = p.num_experts, -1
+    assert_bitwise_equal(
+        router_bwd_ref(grad, logits, wrong, p), router_bwd_ref(grad, logits, none, p)
+    )

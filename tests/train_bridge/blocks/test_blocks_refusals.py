@@ -77,9 +77,10 @@ def test_block_engine_rejects_batches(name: str) -> None:
     engine = case.engine([5, 3])
     hidden = case.hidden(3)
 
+    place = torch.arange(3)
+
     def run(hidden: torch.Tensor = hidden, **change: Any) -> torch.Tensor:
         zeros = torch.zeros(3, dtype=torch.int32)
-        place = torch.arange(3)
         batch = PagedBatch(place, zeros, place, engine.table, 16, 5)
         return engine.block.forward(hidden, dataclasses.replace(batch, **change))
 
@@ -88,6 +89,8 @@ def test_block_engine_rejects_batches(name: str) -> None:
     bad: dict[str, Callable[[], Any]] = {
         "block_size must be 16, .* got 32": lambda: run(block_size=32),
         "block_size must be 16, .* got 0": lambda: run(block_size=0),
+        "max_seq_len must be at least 1, got 0": lambda: run(max_seq_len=0),
+        r"positions\[0\] must be from 0 to 4, got 5": lambda: run(positions=place + 5),
         "block_table must be 2-D int32, got torch.int32": lambda: run(block_table=table[0]),
         "block_table must be 2-D int32, got torch.int64": lambda: run(block_table=table.long()),
         "hidden must be .* got torch.float32": lambda: run(hidden.float()),

@@ -8,7 +8,7 @@ from child_process import run_python
 from fresh_process import output_of_process
 from interpreted import output_interpreted
 from moe_cases import calls
-from strided_cases import misread, packed, strided
+from strided_cases import misread, packed, strided, turned
 
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal
 
@@ -35,14 +35,15 @@ INTERPRETED = """
 import warnings
 import interpreted_fp8
 from moe_cases import calls
-from strided_cases import packed, strided
+from strided_cases import packed, strided, turned
 from consistent_kernels.testing import bitwise_equal
 
 interpreted_fp8.install()
 warnings.simplefilter("ignore", RuntimeWarning)
 for name, call in calls("cpu").items():
-    if not bitwise_equal(call(strided), call(packed)):
-        print("other bits:", name)
+    for place in (strided, turned):
+        if not bitwise_equal(call(place), call(packed)):
+            print("other bits:", name, place.__name__)
 """
 
 needs_cuda = pytest.mark.skipif(
@@ -69,7 +70,8 @@ def test_control_other_inputs_print_other_bits(printed: list[str]) -> None:
 def test_moe_ops_take_strided_arguments_by_reference() -> None:
     for name, call in calls("cpu", "reference").items():
         expected = call(packed)
-        assert_bitwise_equal(call(strided), expected, name)
+        for place in (strided, turned):
+            assert_bitwise_equal(call(place), expected, f"{name}, {place.__name__}")
         assert not bitwise_equal(call(misread), expected), f"control: {name} shows nothing"
 
 
@@ -92,5 +94,6 @@ def test_moe_ops_are_stable_across_processes_on_cuda() -> None:
 def test_moe_ops_take_strided_arguments_on_cuda() -> None:
     for name, call in calls("cuda").items():
         expected = call(packed)
-        assert_bitwise_equal(call(strided), expected, name)
+        for place in (strided, turned):
+            assert_bitwise_equal(call(place), expected, f"{name}, {place.__name__}")
         assert not bitwise_equal(call(misread), expected), f"control: {name} shows nothing"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from child_process import run_python
 from fresh_process import output_of_process
-from strided_cases import calls, packed, strided
+from strided_cases import calls, packed, strided, turned
 
 from consistent_kernels.testing import assert_bitwise_equal
 
@@ -48,7 +48,8 @@ def test_control_other_inputs_print_other_bits(printed: list[str]) -> None:
 def test_sparse_ops_take_strided_arguments_by_reference() -> None:
     """What the Triton programs are held to in test_strided_arguments.py."""
     for name, call in calls("cpu", "reference").items():
-        assert_bitwise_equal(call(strided), call(packed), name)
+        for place in (strided, turned):
+            assert_bitwise_equal(call(place), call(packed), f"{name}, {place.__name__}")
 
 
 @pytest.mark.gpu

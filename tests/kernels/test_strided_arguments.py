@@ -9,22 +9,23 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import output_interpreted
-from strided_cases import calls, misread, packed, strided
+from strided_cases import calls, misread, packed, strided, turned
 
 from consistent_kernels.testing import bitwise_equal
 
 INTERPRETED = """
 import warnings
 import interpreted_fp8
-from strided_cases import calls, misread, packed, strided
+from strided_cases import calls, misread, packed, strided, turned
 from consistent_kernels.testing import bitwise_equal
 
 interpreted_fp8.install()
 warnings.simplefilter("ignore", RuntimeWarning)
 for name, call in calls("cpu").items():
     expected = call(packed)
-    if not bitwise_equal(call(strided), expected):
-        print("other bits:", name)
+    for place in (strided, turned):
+        if not bitwise_equal(call(place), expected):
+            print("other bits:", name, place.__name__)
     if bitwise_equal(call(misread), expected):
         print("shows nothing:", name)
 """
@@ -40,5 +41,6 @@ def test_strided_arguments_move_no_bit_interpreted() -> None:
 def test_strided_arguments_move_no_bit() -> None:
     for name, call in calls("cuda").items():
         expected = call(packed)
-        assert bitwise_equal(call(strided), expected), name
+        for place in (strided, turned):
+            assert bitwise_equal(call(place), expected), (name, place.__name__)
         assert not bitwise_equal(call(misread), expected), f"control: {name} shows nothing"

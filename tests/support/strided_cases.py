@@ -45,6 +45,15 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same values with the first dimension packed, where there are two; else `strided`."""
+    if x.dim() < 2:
+        return strided(x)
+    view = x.transpose(0, -1).contiguous().transpose(0, -1)
+    assert not view.is_contiguous() or 1 in x.shape
+    return view
+
+
 def misread(x: torch.Tensor) -> torch.Tensor:
     """What a kernel finds that takes `strided(x)` for packed."""
     return strided(x).as_strided(x.shape, x.contiguous().stride()).clone()
@@ -123,6 +132,11 @@ def calls(
     def attend(at: Place) -> torch.Tensor:
         return sparse_attention(q, keys, named, scale=0.2, d_v=16, sinks=at(sinks), **run)[0]
 
+    def attend_all(at: Place) -> torch.Tensor:
+        arguments = (at(q), at(keys), at(named))
+        out, lse = sparse_attention(*arguments, scale=0.2, d_v=16, sinks=at(sinks), **run)
+        return torch.cat((out.float().flatten(), lse.flatten()))
+
     def attend_back(at: Place) -> torch.Tensor:
         out, lse = sparse_attention(q, keys, named, scale=0.2, d_v=16, sinks=sinks, **run)
         args = (at(grad), at(q), at(keys), at(named), at(out), at(lse))
@@ -168,6 +182,7 @@ def calls(
         "indexer_scores_paged requests": lambda at: score_pages(at(ints(1, 1, 0)), ints(32, 20, 9)),
         "indexer_scores_paged lens": lambda at: score_pages(ints(0, 1, 1), at(ints(32, 20, 9))),
         "sparse_attention sinks": attend,
+        "sparse_attention all": attend_all,
         "sparse_attention_bwd all": attend_back,
         "quantize_indexer_q q": quantize,
         "grouped_linear x": lambda at: grouped_linear(at(q), keys[:6].view(3, 2, 32), **run),

@@ -120,4 +120,4 @@ def hc_post_ref(
     total = post.unsqueeze(-1) * y.float().unsqueeze(1)
     for stream in range(x.shape[1]):
         total = total + comb[:, stream].unsqueeze(-1) * x[:, stream].float().unsqueeze(1)
-    return total.to(x.dtype)
+    return total.to(x.dtype).contiguous()

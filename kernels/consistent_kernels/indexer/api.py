@@ -36,7 +36,8 @@ _LIBRARY.define(
 def _fold_indexer_weights(
     weights: torch.Tensor, q_scale: torch.Tensor, softmax_scale: float, head_scale: float
 ) -> torch.Tensor:
-    return weights.float() * q_scale * softmax_scale * head_scale
+    folded = weights.float() * q_scale * softmax_scale * head_scale
+    return folded.contiguous()  # a compiled graph asserts the strides of the fake
 
 
 _LIBRARY.impl("fold_indexer_weights", _fold_indexer_weights, "CompositeExplicitAutograd")

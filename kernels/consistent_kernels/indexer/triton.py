@@ -20,6 +20,7 @@ from consistent_kernels.indexer.spec import (
     NUM_WARPS,
     TILES,
 )
+from consistent_kernels.kv_cache_fp8.triton import check_alignment
 from consistent_kernels.triton_tree import halving_tree_columns
 
 ENDLESS_PAGE = 1 << 30
@@ -166,8 +167,11 @@ def indexer_scores_paged_fwd(
     columns: int,
 ) -> torch.Tensor:
     """Launch the kernel on pages; see `indexer_scores_paged`."""
+    check_alignment("indexer_scores_paged", cache)
     blocks, size, token_bytes = cache.shape
     step = cache.stride(0)
+    if blocks == 0:  # then every context is empty, and no score is read
+        return new_scores(q, columns, paged=True)
     flat = cache.as_strided(((blocks - 1) * step + size * token_bytes,), (1,))
     return _launch(
         q,

@@ -110,7 +110,7 @@ def router_ref(
     if valid is not None:
         ids = torch.where(valid[:, None], ids, -1)
         weights = torch.where(valid[:, None], weights, 0.0)
-    return ids, weights
+    return ids.contiguous(), weights.contiguous()
 
 
 def router_bwd_ref(

@@ -217,7 +217,8 @@ def sparse_attention_bwd(
     if lse.dtype != torch.float32 or lse.shape != q.shape[:2]:
         raise invalid(op, "lse", f"float32 {tuple(q.shape[:2])}", f"{lse.dtype} {tuple(lse.shape)}")
     require_device(op, q.device, grad_out=grad_out, out=out, lse=lse)
-    arguments = (grad_out, q, kv, indices, out, lse, sinks, scale)
+    # Autograd hands over any layout, and the order of a library's sums follows it.
+    arguments = (grad_out.contiguous(), q, kv, indices, out, lse, sinks, scale)
     if backward == "cudnn":
         from consistent_kernels.sparse_attention.cudnn import sparse_attention_bwd_cudnn
 

@@ -130,7 +130,9 @@ def token_rows(x: torch.Tensor) -> torch.Tensor:
 def entry_rows(kv: torch.Tensor) -> torch.Tensor:
     """Return kv [S, D] with unit column stride and 16-byte aligned rows."""
     packed = kv.stride(1) == 1 and kv.stride(0) % ALIGN == 0
-    return kv if packed and kv.data_ptr() % 16 == 0 else kv.clone()
+    if packed and kv.data_ptr() % 16 == 0:
+        return kv
+    return kv.clone(memory_format=torch.contiguous_format)
 
 
 def sparse_attention_fwd(

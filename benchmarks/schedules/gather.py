@@ -15,37 +15,26 @@ from benchmarks.ops.cases import kv_cache_fp8 as kv_cases
 from benchmarks.ops.cases import sparse_attention as sparse_cases
 from benchmarks.schedules.constants import groups_of, with_values
 from benchmarks.schedules.group import Group
-from consistent_kernels.kv_cache_fp8 import V4
+from consistent_kernels.kv_cache_fp8 import V4, gather_kv_fp8
 from consistent_kernels.kv_cache_fp8.cuda import Shape, gather_v4_fwd
 
 GATHERS = [
     {"GATHER_WARPS": warps, "GATHER_VALUES_V4": values} for warps, values in ((4, 16), (2, 16))
 ]
-DECODES = [{"GATHER_DESCENDING": descending} for descending in (False, True)]
+DECODES = [{"GATHER_DESCENDING": descending} for descending in (True, False)]
 SHAPES = [
-    *(Shape(), Shape(batch=8), Shape(rounds=2), Shape(rounds=4), Shape(batch=8, rounds=4)),
-    *(Shape(warps=8, rounds=2), Shape(read=0), Shape(read=2), Shape(rounds=2, read=2)),
-    *(Shape(rounds=4, grid=528), Shape(warps=32, rounds=2, grid=132)),
+    *(Shape(), Shape(batch=2), Shape(batch=1), Shape(warps=2), Shape(warps=1), Shape(warps=8)),
+    *(Shape(warps=8, batch=2), Shape(warps=16, batch=2)),
+    *(Shape(shared=24 << 10), Shape(shared=44 << 10)),
 ]
 """Of `gather.cu`, tried alone and before the attention."""
 
-ORDERS = [
-    *(Shape(order=0), Shape(rounds=2, order=2), Shape(rounds=2, read=2, order=2)),
-    *(Shape(kept=16), Shape(kept=32), Shape(rounds=2, read=2, order=2, kept=32)),
-    Shape(rounds=2, order=2, kept=16),
-]
-"""Of `gather.cu`, which serve the attention's reads alone."""
-
-_BESIDE = Shape(warps=32, rounds=2, grid=68)
-"""Blocks that fill a multiprocessor each, so that attention has the others."""
-
-PIECES = [
-    ((64, 64, 64, 64), Shape(), _BESIDE),
-    ((88, 88, 80), Shape(), _BESIDE._replace(grid=44)),
-    ((40, 72, 72, 72), Shape(), _BESIDE._replace(grid=60)),
-    ((64, 64, 64, 64), Shape(), Shape()),
-]
-"""Queries at a time; how the first are gathered, and the others, beside the attention."""
+PIECES = {
+    "v4": ((132, 124), (128, 128), (88, 84, 84), (64, 64, 64, 64)),
+    "v32": ((132, 124), (66, 66, 66, 58)),
+}
+"""Queries that are gathered, then attended to, before the next ones, by layout, of 256: a wave or
+a part of it."""
 
 
 def gathers(setting: Setting) -> Iterator[Group]:
@@ -57,23 +46,36 @@ def gathers(setting: Setting) -> Iterator[Group]:
 
 
 def decodes(setting: Setting) -> Iterator[Group]:
-    """V4's gathered, then read by the sparse forward: the order of one serves the other."""
-    form = sparse_cases._FORMS[1]
-    if setting.small:
-        form = dataclasses.replace(form, heads=4, columns=64)
-    for queries in (5,) if setting.small else (256, 64):
+    """Entries gathered, then read by the sparse forward."""
+    v32, v4 = sparse_cases._FORMS
+    for form, queries in ((v4, 256), (v4, 64), (v32, 256)):
+        if setting.small:
+            form, queries = dataclasses.replace(form, heads=4, columns=64), 5
         for case in sparse_cases._decode(setting, form, queries):
-            if case.op != "sparse_attention_fp8_decode" or case.impl == "triton":
-                continue
-            for group in groups_of(dataclasses.replace(case, impl="triton"), kv_cache, DECODES):
-                if setting.device == "cuda":
-                    group = _with_shapes(group, case.ours, [*SHAPES, *ORDERS])
-                    group = _with_pieces(group, case) if queries == 256 else group
-                yield group
+            if case.op == "sparse_attention_fp8_decode" and case.impl != "triton":
+                case = dataclasses.replace(case, impl="triton")
+                for group in groups_of(case, kv_cache, DECODES):
+                    yield _more(group, case, queries) if setting.device == "cuda" else group
+
+
+def _more(group: Group, case: Case, queries: int) -> Group:
+    name = case.shape.split()[0]
+    if name == "v4":
+        group = _with_shapes(group, case.ours, SHAPES)
+    if queries != 256:
+        return group
+    more = {}
+    for sizes in PIECES[name]:
+        for shape in (None, Shape(), Shape(batch=2)) if name == "v4" else (None,):
+            for apart in (False, True) if sizes == PIECES[name][0] else (False,):
+                by = "triton" if shape is None else shape_name(shape)
+                label = f"pieces of {sizes}{' apart' if apart else ''}: {by}"
+                more[label] = functools.partial(_in_pieces, case.ours.args, sizes, shape, apart)
+    return dataclasses.replace(group, variants={**group.variants, **more})
 
 
 def shape_name(shape: Shape) -> str:
-    """Return e.g. "cuda warps=4 batch=4 rounds=1 order=1 read=1 kept=0 grid=0 shared=0"."""
+    """Return e.g. "cuda warps=4 batch=4 rounds=1 order=1 read=0 kept=0 grid=0 shared=0"."""
     return "cuda " + " ".join(f"{name}={value}" for name, value in shape._asdict().items())
 
 
@@ -92,54 +94,40 @@ def _by_cuda(shape: Shape, *arguments: Any) -> None:
     gather_v4_fwd(*places, shape)
 
 
-def _with_pieces(group: Group, case: Case) -> Group:
-    more = {
-        f"pieces of {sizes}: {shape_name(first)}; {shape_name(later)}": functools.partial(
-            _in_pieces, case.ours.args, sizes, first, later
-        )
-        for sizes, first, later in PIECES
-    }
-    return dataclasses.replace(group, variants={**group.variants, **more})
-
-
-@functools.cache
-def _streams() -> tuple[torch.cuda.Stream, ...]:
-    return torch.cuda.Stream(), *(torch.cuda.Stream(priority=-1) for _ in range(2))
-
-
 def _in_pieces(
-    arguments: tuple[Any, ...], sizes: tuple[int, ...], first: Shape, later: Shape
+    arguments: tuple[Any, ...], sizes: tuple[int, ...], shape: Shape | None, apart: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather a piece of the queries while the attention reads those before it."""
+    """Gather a piece of the queries and attend to it before the next.
+
+    Args:
+        arguments: of the case's call.
+        shape: of the gather in CUDA C++; None is Triton's.
+        apart: whether pieces have rows of their own, instead of the same ones.
+    """
     from consistent_kernels.sparse_attention.flash_mla import _kernel
 
-    q, cache, positions, requests, table, sinks, *_ = arguments
+    q, cache, positions, requests, table, sinks, layout, *_ = arguments
     op, count = _kernel()
     queries, k = positions.shape
-    workspace = torch.empty((queries, k, V4.width), dtype=torch.bfloat16, device=q.device)
+    rows = torch.empty(
+        (queries if apart else max(sizes), k, layout.width), dtype=torch.bfloat16, device=q.device
+    )
     indices = torch.empty_like(positions)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    rows = workspace.view(-1, 1, V4.width)
-    main = torch.cuda.current_stream()
-    gather, *readers = _streams()
-    for stream in (gather, *readers):
-        stream.wait_stream(main)
-    begin, kept = 0, []
-    for number, size in enumerate(sizes):
+    out = q.new_empty((*q.shape[:2], 512))
+    lses, begin = [], 0
+    for size in sizes:
         part = slice(begin, begin + size)
-        with torch.cuda.stream(gather):
-            gather_v4_fwd(
-                cache, positions[part], requests[part], table, None, workspace[part],
-                indices[part], begin * k, later if number else first,
-            )  # fmt: skip
-        reader = readers[number % len(readers)]
-        reader.wait_stream(gather)
-        with torch.cuda.stream(reader):
-            given = (q[part], rows, indices[part].unsqueeze(1), q.shape[2] ** -0.5, 512, sinks)
-            kept.append(op(*(*given, None, out[part])[:count]))
-            lse[part].copy_(kept[-1][2])
         begin += size
-    for stream in (gather, *readers):
-        main.wait_stream(stream)
-    return out, lse
+        piece = rows[part] if apart else rows[:size]
+        if shape is None:
+            gather_kv_fp8(
+                cache, positions[part], requests[part], layout=layout, impl="triton",
+                block_table=table, out=piece, indices=indices[part],
+            )  # fmt: skip
+        else:
+            places = (cache, positions[part], requests[part], table, None)
+            gather_v4_fwd(*places, piece, indices[part], 0, shape)
+        given = (q[part], piece.view(-1, 1, layout.width), indices[part].unsqueeze(1))
+        scale = q.shape[2] ** -0.5
+        lses.append(op(*(*given, scale, 512, sinks, None, out[part])[:count])[2])
+    return out, torch.cat(lses)

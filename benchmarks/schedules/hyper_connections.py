@@ -34,35 +34,27 @@ _COMPILERS = 14
 _ORDER = (256, 4096, 64, 1)
 """Tokens, what is least known first."""
 
-_ALL = MapSchedule(registers=128)
-_WIDE = MapSchedule(1024, registers=128)
-_LOADED = MixSchedule(1, early=False, loaded=True)
 _LATE = MixSchedule(1, early=False)
+_PAIR = MixSchedule(1, row_tile=128, warps=8)
+_MAPS = MapSchedule(registers=128)
 _BIG = MixSchedule(32, row_tile=128, warps=8, early=False)
-_MANY = MapSchedule(1024, 2, 8)
 PAIRS = {
-    1: [(MixSchedule(1), _ALL), (MixSchedule(1), MapSchedule(256, registers=128))],
-    64: [
-        *((mix, _ALL) for mix in (MixSchedule(1), _LATE, _LOADED)),
-        (MixSchedule(1), _WIDE),
-    ],
+    1: [(_LATE, _MAPS), (MixSchedule(1), MapSchedule(registers=168))],
+    64: [(MixSchedule(1), _MAPS), (_LATE, _MAPS), (_LATE, MapSchedule(1024, registers=128))],
     256: [
-        *((mix, maps) for mix in (MixSchedule(1), _LATE, _LOADED) for maps in (_ALL, _WIDE)),
-        *((MixSchedule(4, early=False), maps) for maps in (_ALL, _WIDE)),
-        (MixSchedule(1), dataclasses.replace(_WIDE, overlap=False)),
-        *((MixSchedule(1, row_tile=128, warps=8, early=early), _WIDE) for early in (True, False)),
-        (MixSchedule(1, warps=8, early=False), _ALL),
-        (MixSchedule(4, warps=8, early=False), _ALL),
+        *((_PAIR, maps) for maps in (_MAPS, MapSchedule(1024), MapSchedule(1024, registers=168))),
+        *((_PAIR, MapSchedule(2048, warps, registers=168)) for warps in (1, 2)),
+        (_LATE, MapSchedule(1024, registers=128)),
+        (_LATE, MapSchedule(2048, registers=168)),
+        *((MixSchedule(4, early=False), MapSchedule(comb_tokens=count)) for count in (2, 4)),
+        (MixSchedule(4, early=False), MapSchedule(1024)),
+        (MixSchedule(4, row_tile=128, warps=8, early=False), MapSchedule()),
     ],
     4096: [
-        (_BIG, _MANY),
-        *((_BIG, MapSchedule(size, 1, 8)) for size in (512, 1024)),
-        (dataclasses.replace(_BIG, warps=16), _MANY),
-        (dataclasses.replace(_BIG, row_tile=64), _MANY),
-        (dataclasses.replace(_BIG, terms=True), _MANY),
-        (dataclasses.replace(_BIG, terms=True, warps=16), _MANY),
-        (dataclasses.replace(_BIG, terms=True, row_tile=64, warps=4, stages=2), _MANY),
-        (dataclasses.replace(_BIG, terms=True, row_tile=64, stages=2), _MANY),
+        *((_BIG, MapSchedule(size, 1, 8)) for size in (256, 1024)),
+        *((_BIG, MapSchedule(comb_tokens=count)) for count in (4, 16)),
+        (dataclasses.replace(_BIG, stages=4), MapSchedule(comb_tokens=8)),
+        (dataclasses.replace(_BIG, stages=2), MapSchedule(comb_tokens=8)),
     ],
 }
 """Tokens to what is worth a try beside the committed pair."""
@@ -173,7 +165,7 @@ def _mixes(op: str, x: torch.Tensor, weights: Maps) -> Iterator[Group]:
 
     tried = (mix for mix, _ in pairs(x.shape[0], len(weights[2])))
     # Nothing is launched behind it, so that it makes no difference when that might start.
-    mixes = list(dict.fromkeys(dataclasses.replace(mix, early=True, loaded=False) for mix in tried))
+    mixes = list(dict.fromkeys(dataclasses.replace(mix, early=True) for mix in tried))
     written = weights[0].shape[0] + 1
 
     def run(mix: MixSchedule) -> torch.Tensor:

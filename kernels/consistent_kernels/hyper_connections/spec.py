@@ -42,8 +42,6 @@ class MixSchedule:
     Attributes:
         parts: consecutive parts that a program adds: 1, RUN_PARTS or RUN_PARTS * SPAN_RUNS.
         early: whether the map kernel may start beside it before its loop, not behind it.
-        loaded: whether it may start as soon as all is loaded (one part, not early).
-        terms: whether fn is cut into its three terms before, not by every program anew.
     """
 
     parts: int
@@ -51,8 +49,6 @@ class MixSchedule:
     warps: int = 4
     stages: int = 3
     early: bool = True
-    loaded: bool = False
-    terms: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +85,10 @@ _FEW = 16
 """Mixes up to which fn is little work beside x (the head: 4)."""
 
 
+_FOUR_STREAMS = (4, 24)
+"""Mixes of four streams (head, pre): 128 registers hold a token's sums of parts and its x."""
+
+
 def mix_schedule(tokens: int, mixes: int, hopper: bool) -> MixSchedule:
     """Return the schedule of a batch for fn of so many rows, as `benchmarks.schedules` found it.
 
@@ -97,25 +97,33 @@ def mix_schedule(tokens: int, mixes: int, hopper: bool) -> MixSchedule:
             instruction of 64 rows. Elsewhere a tile has ROW_TILE tokens.
     """
     parts = RUN_PARTS * SPAN_RUNS
-    if tokens <= 2 * ROW_TILE or (mixes <= _FEW and tokens <= 4 * ROW_TILE):
+    if _of_single_parts(tokens, mixes):
         parts = 1
     elif tokens <= 16 * ROW_TILE:
         parts = RUN_PARTS
     if mixes > _NARROW:
         return MixSchedule(parts, warps=8, stages=1)
-    if hopper and tokens >= 64 * ROW_TILE:
-        return MixSchedule(parts, row_tile=2 * ROW_TILE, warps=8)
     # The map kernel's programs wait on the device, and many of them are in the mix kernel's way.
-    return MixSchedule(parts, early=parts == 1)
+    early = parts == 1 and (mixes <= _FEW or tokens < ROW_TILE)
+    wide = tokens >= 64 * ROW_TILE or (parts == 1 and tokens > 2 * ROW_TILE)
+    if hopper and wide:
+        return MixSchedule(parts, row_tile=2 * ROW_TILE, warps=8, early=early)
+    return MixSchedule(parts, early=early)
 
 
 def map_schedule(tokens: int, mixes: int) -> MapSchedule:
     """Return the schedule of a batch for fn of so many rows."""
     if tokens > 16 * ROW_TILE:
-        return MapSchedule(1024, 2, comb_tokens=8)
-    if mixes <= _FEW and 2 * ROW_TILE < tokens <= 4 * ROW_TILE:
-        return MapSchedule(1024)
-    return MapSchedule()
+        return MapSchedule(comb_tokens=8)
+    single = _of_single_parts(tokens, mixes)
+    return MapSchedule(
+        1024 if single and tokens > 2 * ROW_TILE else 512,
+        registers=128 if single and mixes in _FOUR_STREAMS else 0,
+    )
+
+
+def _of_single_parts(tokens: int, mixes: int) -> bool:
+    return tokens <= 2 * ROW_TILE or (mixes <= _FEW and tokens <= 4 * ROW_TILE)
 
 
 def post_schedule(tokens: int) -> PostSchedule:

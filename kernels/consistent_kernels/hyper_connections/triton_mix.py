@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from consistent_kernels.hyper_connections.spec import K_PART, RUN_PARTS, MixSchedule
 
@@ -68,29 +68,10 @@ def _terms(weight, dtype: tl.constexpr):
     return first, second, third
 
 
-@triton.jit
-def _hc_terms_kernel(
-    fn_ptr,  # [N, K] fp32 contiguous
-    terms_ptr,  # [3, N, K]
-    K: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        gdc_launch_dependents()
-    place = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = place < N * K
-    weight = tl.load(fn_ptr + place, mask=inside, other=0.0)
-    terms = _terms(weight, terms_ptr.dtype.element_ty)
-    for term in tl.static_range(3):
-        tl.store(terms_ptr + term * N * K + place, terms[term], mask=inside)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _hc_mix_fwd_kernel(
     x_ptr,  # [T, K] bf16, row stride x_stride
-    fn_ptr,  # [N, K] fp32 contiguous, or its terms [3, N, K]
+    fn_ptr,  # [N, K] fp32 contiguous
     part_ptr,  # [entries, T, BLOCK_N] fp32: N mixes and the sum of squares
     tokens,
     x_stride,
@@ -104,11 +85,7 @@ def _hc_mix_fwd_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
-    LOADED: tl.constexpr,
-    TERMS: tl.constexpr,
 ):
-    if OVERLAP and TERMS:
-        gdc_wait()
     if OVERLAP and EARLY:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
@@ -128,17 +105,11 @@ def _hc_mix_fwd_kernel(
         if K % (K_PART * PARTS) != 0:
             x_inside &= (k < K)[None, :]
             fn_inside &= (k < K)[None, :]
-        first = tl.load(fn_rows + k[None, :], mask=fn_inside, other=0.0)
-        if TERMS:
-            second = tl.load(fn_rows + N * K + k[None, :], mask=fn_inside, other=0.0)
-            third = tl.load(fn_rows + 2 * N * K + k[None, :], mask=fn_inside, other=0.0)
+        weight = tl.load(fn_rows + k[None, :], mask=fn_inside, other=0.0)
         x = tl.load(x_rows + k[None, :], mask=x_inside, other=0.0)
         if PARTS == 1:
             tl.debug_barrier()  # or ptxas delays some loads until it has converted others
-            if OVERLAP and LOADED:
-                gdc_launch_dependents()
-        if not TERMS:
-            first, second, third = _terms(first, x.dtype)
+        first, second, third = _terms(weight, x.dtype)
         low = tl.dot(x, third.T)
         middle = tl.dot(x, second.T)
         high = tl.dot(x, first.T)
@@ -150,7 +121,7 @@ def _hc_mix_fwd_kernel(
             square_total = tl.where(ends, square_total + square_run, square_total)
             run = tl.where(ends, 0.0, run)
             square_run = tl.where(ends, 0.0, square_run)
-    if OVERLAP and not EARLY and not LOADED:
+    if OVERLAP and not EARLY:
         gdc_launch_dependents()
     if PARTS <= RUN_PARTS:
         total, square_total = run, square_run
@@ -180,26 +151,10 @@ def hc_mix_fwd(
     entries = triton.cdiv(triton.cdiv(inner, K_PART), mix.parts)
     block_n = _block_n(count)
     part = torch.empty((entries, tokens, block_n), dtype=torch.float32, device=flat.device)
-    if mix.terms:
-        fn = _terms_of(fn, flat.dtype, overlap)
     _hc_mix_fwd_kernel[(triton.cdiv(tokens, mix.row_tile), entries)](
         flat, fn, part, tokens, flat.stride(0),
         K=inner, N=count, BLOCK_N=block_n, ROW_TILE=mix.row_tile, K_PART=K_PART,
         PART_LEVELS=K_PART.bit_length() - 4, RUN_PARTS=RUN_PARTS, PARTS=mix.parts, OVERLAP=overlap,
-        EARLY=mix.early, LOADED=mix.loaded, TERMS=mix.terms, num_warps=mix.warps,
-        num_stages=mix.stages, enable_fp_fusion=False,
-        **({"launch_pdl": True} if overlap and mix.terms else {}),
+        EARLY=mix.early, num_warps=mix.warps, num_stages=mix.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return part
-
-
-def _terms_of(fn: torch.Tensor, dtype: torch.dtype, overlap: bool) -> torch.Tensor:
-    """Launch the cut of fn into the three terms that the mix kernel multiplies; [3, N, K]."""
-    count, inner = fn.shape
-    terms = torch.empty((3, count, inner), dtype=dtype, device=fn.device)
-    block = 1024
-    _hc_terms_kernel[(triton.cdiv(count * inner, block),)](
-        fn, terms, K=inner, N=count, BLOCK_K=block, OVERLAP=overlap,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return terms

@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     """Batches of a warp; it finds the addresses of all of them at once."""
     order: int = 1
     """Of blocks: 0 ascending, 1 descending, 2 last what the attention reads first."""
-    read: int = 1
+    read: int = 0
     """Loads: 0 plain, 1 without L1, 2 first to leave L2 as well."""
     kept: int = 0
     """MiB of rows, written last, that stay in L2 when others leave; 0: all alike."""

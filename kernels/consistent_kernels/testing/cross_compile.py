@@ -20,6 +20,7 @@ def cross_compile(
     constexprs: Mapping[str, Any],
     num_warps: int = 4,
     num_stages: int = 2,
+    registers: int = 0,
     enable_fp_fusion: bool = True,
     aligned: Collection[str] = (),
 ) -> bytes:
@@ -29,6 +30,7 @@ def cross_compile(
         kernel: a `triton.jit` function.
         signature: {argument: Triton type}, e.g. {"x_ptr": "*bf16", "eps": "fp32"}.
         constexprs: {constexpr argument: value}.
+        registers: that a thread may have; 0 leaves it to the compiler.
         enable_fp_fusion: whether the compiler may contract a product and a sum to an fma.
         aligned: arguments that are multiples of 16, as a launcher's are that aligns them.
     """
@@ -51,6 +53,7 @@ def cross_compile(
             "num_warps": num_warps,
             "num_stages": num_stages,
             "enable_fp_fusion": enable_fp_fusion,
+            "maxnreg": registers or None,
         },
     )
     return compiled.asm["cubin"]

@@ -42,7 +42,7 @@ def mix_constexprs(schedule: MixSchedule) -> dict[str, object]:
     return {
         "K": 4 * 4096, "N": 24, "BLOCK_N": 32, "ROW_TILE": schedule.row_tile, "K_PART": K_PART,
         "PART_LEVELS": 4, "RUN_PARTS": RUN_PARTS, "PARTS": schedule.parts, "OVERLAP": True,
-        "EARLY": schedule.early, "LOADED": schedule.loaded, "TERMS": schedule.terms,
+        "EARLY": schedule.early,
     }  # fmt: skip
 
 
@@ -56,29 +56,6 @@ def map_constexprs(schedule: MapSchedule, parts: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_mix_kernel_of_given_terms_cross_compiles(arch: int, tmp_path: Path) -> None:
-    from consistent_kernels.hyper_connections import triton_mix as kernels
-
-    mix = MixSchedule(SPAN_PARTS, row_tile=128 if arch == 90 else 64, warps=8, terms=True)
-    names = {"K": 4 * 4096, "N": 24, "BLOCK_K": 1024, "OVERLAP": True}
-    for kernel, constexprs, bf16, warps in (
-        (kernels._hc_terms_kernel, names, {"terms_ptr"}, 4),
-        (kernels._hc_mix_fwd_kernel, mix_constexprs(mix), {"x_ptr", "fn_ptr"}, mix.warps),
-    ):
-        cubin = cross_compile(
-            kernel,
-            arch=arch,
-            signature=signature_of(kernel, constexprs, bf16),
-            constexprs=constexprs,
-            num_warps=warps,
-            num_stages=3,
-            enable_fp_fusion=False,
-            aligned=[n for n in kernel.arg_names if n.endswith(("_ptr", "_stride"))],
-        )
-        assert stack_bytes(cubin, tmp_path) == 0
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("tokens", [64, 256, 4096])
 def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path) -> None:
     from consistent_kernels.hyper_connections.triton import _hc_map_fwd_kernel
@@ -88,13 +65,13 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
     mix, maps = mix_schedule(tokens, 24, arch == 90), map_schedule(tokens, 24)
     post = post_schedule(tokens)
     compiled = [
-        (_hc_mix_fwd_kernel, mix_constexprs(mix), mix.warps, mix.stages),
-        (_hc_map_fwd_kernel, map_constexprs(maps, mix.parts), maps.warps, 3),
+        (_hc_mix_fwd_kernel, mix_constexprs(mix), mix.warps, mix.stages, 0),
+        (_hc_map_fwd_kernel, map_constexprs(maps, mix.parts), maps.warps, 3, maps.registers),
     ]
     if tokens == 4096:
         constexprs = {"H": 4096, "S": 4, "BLOCK_H": post.hidden_block}
-        compiled.append((_hc_post_fwd_kernel, constexprs, post.warps, 3))
-    for kernel, constexprs, warps, stages in compiled:
+        compiled.append((_hc_post_fwd_kernel, constexprs, post.warps, 3, 0))
+    for kernel, constexprs, warps, stages, registers in compiled:
         cubin = cross_compile(
             kernel,
             arch=arch,
@@ -102,6 +79,7 @@ def test_hyper_connections_cross_compile(arch: int, tokens: int, tmp_path: Path)
             constexprs=constexprs,
             num_warps=warps,
             num_stages=stages,
+            registers=registers,
             enable_fp_fusion=False,
             aligned=[n for n in kernel.arg_names if n.endswith(("_ptr", "_stride"))],
         )
@@ -147,8 +125,8 @@ assert torch.allclose(head.float(), value.float(), rtol=2**-6, atol=1e-4)
 alone = hc_map_fwd(x[2:], fn, scale, base, *numbers, has_comb=True)
 for actual, value in zip(alone, ours, strict=True):
     assert_bitwise_equal(actual, value[2:])
-for parts, terms in [(parts, False) for parts in PARTS] + [(32, True)]:
-    mix = MixSchedule(parts, row_tile=16, terms=terms)
+for parts in PARTS:
+    mix = MixSchedule(parts, row_tile=16)
     other = hc_map_fwd(x, fn, scale, base, *numbers, has_comb=True, mix=mix, maps=maps)
     for actual, value in zip(other, ours, strict=True):
         assert_bitwise_equal(actual, value)
@@ -243,11 +221,10 @@ def test_schedules_of_hc_pre_give_equal_bits(tokens: int) -> None:
     pairs += [(MixSchedule(RUN_PARTS, row_tile=128, warps=8), maps)]
     pairs += [(MixSchedule(RUN_PARTS, early=False), MapSchedule(1024, 2, 8))]
     pairs += [(MixSchedule(RUN_PARTS), MapSchedule(overlap=False))]
-    pairs += [(MixSchedule(1, early=False, loaded=True), MapSchedule(registers=128))]
-    pairs += [(MixSchedule(1), MapSchedule(1024, registers=168))]
-    for overlap in (True, False):
-        mix = MixSchedule(SPAN_PARTS, row_tile=128, warps=8, early=False, terms=True)
-        pairs += [(mix, MapSchedule(1024, 2, 8, overlap=overlap))]
+    pairs += [(MixSchedule(1, early=False), MapSchedule(registers=128))]
+    pairs += [(MixSchedule(1, row_tile=128, warps=8), MapSchedule(1024, registers=128))]
+    late = MixSchedule(SPAN_PARTS, row_tile=128, warps=8, early=False)
+    pairs += [(late, MapSchedule(comb_tokens=8))]
     for mix, schedule in pairs:
         other = hc_map_fwd(x, *weights, *numbers, has_comb=True, mix=mix, maps=schedule)
         for actual, value in zip(other, expected, strict=True):

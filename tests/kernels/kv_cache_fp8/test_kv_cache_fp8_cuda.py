@@ -22,7 +22,11 @@ needs_cuda = pytest.mark.skipif(
 )
 PACKAGE = "consistent_kernels.kv_cache_fp8"
 SUPPORT = Path(__file__).parents[2] / "support"
-SHAPES = (Shape(4, 8), Shape(4, 4, 2, order=2, read=2, kept=1), Shape(2, 8, 4, order=0, read=0))
+SHAPES = (
+    Shape(4, 8, read=1),
+    Shape(4, 4, 2, order=2, read=2, kept=1),
+    Shape(2, 8, 4, order=0, read=0),
+)
 
 
 def _defines(shape: Shape, block_size: int, paged: bool, wide: bool) -> dict[str, int]:

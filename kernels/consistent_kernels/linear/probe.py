@@ -23,7 +23,9 @@ def probe_inputs(
     """Return x [rows, inner], weight [columns, inner], the same on every machine, exact in bf16.
 
     The second half of K cancels the first in exact arithmetic, so what is left of a product is the
-    error of its additions alone: their order shows even after a rounding to bf16.
+    error of its additions alone: their order shows even after a rounding to bf16. An odd K leaves a
+    column of zeros of both signs: whether a sum starts at +0 or at its first product shows where
+    that column is all there is.
     """
     half = inner // 2
     x = torch.zeros((rows, inner), dtype=torch.float32)
@@ -32,7 +34,15 @@ def probe_inputs(
     weight[:, :half] = _numbers(columns, half, 2)
     x[:, half : 2 * half] = x[:, :half].flip(1)
     weight[:, half : 2 * half] = -weight[:, :half].flip(1)
+    if inner % 2:
+        x[::2, -1] = -0.0
+        weight[:, -1] = _numbers(columns, 1, 3).view(-1)
     return x.to(dtype), weight.to(dtype)
+
+
+def same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two contiguous tensors hold the same bytes; signs of zeros count."""
+    return torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 def _numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
@@ -73,7 +83,7 @@ def rows_per_call(
         for start in range(0, checked, rows):
             part = slice(start, start + rows)
             multiply(x[part], weight, None, actual[part])
-        if torch.equal(actual, expected[:checked]):
+        if same_bytes(actual, expected[:checked]):
             sizes.append(rows)
     return tuple(sorted(sizes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consistent_kernels.linear import linear
 from consistent_kernels.linear.probe import probe_inputs, rows_per_call, witness
 from consistent_kernels.linear.schedule import TILE_ROWS
 from consistent_kernels.linear.tiles import linear_by_calls, multiply_fp32, row_calls
@@ -42,6 +43,23 @@ def test_probe_accepts_equal_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probe_refuses_another_order(dtype: torch.dtype) -> None:
     assert rows_per_call(split_tile, 16, 48, dtype) == (4, TILE_ROWS)
+
+
+def first_product_tile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """A library that starts a sum at its first product, and at +0 where it sees fewer rows."""
+    total = x[:, :1] * weight[:, 0] if x.shape[0] >= 64 else _ascending(x[:, :1], weight[:, :1])
+    for k in range(1, x.shape[1]):
+        total = total + x[:, k, None] * weight[:, k]
+    out.copy_(total)
+
+
+@pytest.mark.parametrize("inner", [1, 3])
+def test_probe_sees_signs_of_zeros(inner: int) -> None:
+    assert rows_per_call(ascending_tile, 16, inner, torch.float32) == (4, TILE_ROWS, 64, 256)
+    sizes = rows_per_call(first_product_tile, 16, inner, torch.float32)
+    assert sizes == ((4, TILE_ROWS) if inner == 1 else (4, TILE_ROWS, 64, 256))
 
 
 def test_probe_inputs_cancel_exactly() -> None:
@@ -97,8 +115,18 @@ def test_witness_sees_another_order() -> None:
     def split_always(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        left, right = x.chunk(2, 1), weight.chunk(2, 1)
-        out.copy_(left[0] @ right[0].t() + left[1] @ right[1].t())
+        # Every third product: MKL cuts K in two itself on some CPUs.
+        out.copy_(sum(_ascending(x[:, k::3], weight[:, k::3]) for k in range(3)))
 
     assert witness(multiply_fp32, torch.float32) == witness(multiply_fp32, torch.float32)
     assert witness(split_always, torch.float32) != witness(multiply_fp32, torch.float32)
+
+
+def test_linear_of_one_column_keeps_the_signs_of_zeros() -> None:
+    """One product a result: MKL's small calls gave +0 where its large ones gave -0."""
+    x = torch.zeros(130, 1, dtype=torch.float32)
+    x[::2] = -0.0
+    weight = probe_inputs(1, 70, 1, torch.float32)[1]
+    whole = linear(x, weight, impl="reference")
+    for rows in (1, 2, 16, 17, 64, 129):
+        assert_bitwise_equal(linear(x[:rows], weight, impl="reference"), whole[:rows])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import consistent_kernels.fp8_experts.deep_gemm as layer
 import consistent_kernels.fp8_experts.deep_gemm_grouped as grouped
 import consistent_kernels.fp8_experts.deep_gemm_packed as packed
 from benchmarks.ops.case import Setting
@@ -21,24 +20,32 @@ from consistent_kernels.fp8_experts.deep_gemm_start import Fp8GroupedGemmShape, 
 
 _SHAPE = (128, 8, 2048, 768)
 _SMALL = (8, 2, 128, 128)
-_TOKENS = (64, 256, 8, 1)
-_COMPILERS = 10
+_TOKENS = (64, 256, 8)
+_COMPILERS = 12
 _COMPILED = (16, 32)
 """Rows of a tile that some variant takes at these numbers of tokens."""
 _FORMAT = "fp32"
 
 Values = Mapping[str, Any]
-_MODULES = (layer, grouped, packed)
+_MODULES = (grouped, packed)
 _CHOSEN = "packed, as committed"
-_LONE, _DEPENDENT = {"LONE_TILES": True}, {"DEPENDENT_LAUNCHES": True}
+
+
+def _tiles(gate_up: int, down: int) -> Values:
+    return {"TILE_COLUMNS": {2 * _SHAPE[3]: gate_up, _SHAPE[2]: down}}
+
+
 VARIANTS: dict[str, Values] = {
     _CHOSEN: {},
-    "alone": _LONE,
-    "dependent": _DEPENDENT,
-    "alone, dependent": {**_LONE, **_DEPENDENT},
-    "dependent, 32 rows": {**_DEPENDENT, "ALIGNMENTS": (32, 64)},
-    "alone, dependent, 2 groups": {**_LONE, **_DEPENDENT, "GROUPS_PER_PROGRAM": 2},
-    "alone, dependent, 8 groups": {**_LONE, **_DEPENDENT, "GROUPS_PER_PROGRAM": 8},
+    "dependent": {"DEPENDENT_LAUNCHES": True},
+    "8 warps, 4 groups": {"NUM_WARPS": 8, "GROUPS_PER_PROGRAM": 4},
+    "8 warps": {"NUM_WARPS": 8},
+    "16 groups": {"GROUPS_PER_PROGRAM": 16},
+    "4 groups": {"GROUPS_PER_PROGRAM": 4},
+    "32 rows": {"ALIGNMENTS": (32, 64)},
+    "tiles of 128 and 96": _tiles(128, 96),
+    "tiles of 160 and 80": _tiles(160, 80),
+    "tiles of 112 and 192": _tiles(112, 192),
 }
 """Constants that differ from the committed ones."""
 
@@ -67,6 +74,8 @@ def groups(setting: Setting) -> Iterator[Group]:
         variants: dict[str, Callable[[], Any]] = {
             name: functools.partial(_with, values, functools.partial(run, layout="fastest"))
             for name, values in VARIANTS.items()
+            if "TILE_COLUMNS" not in values
+            or packed.alignment_of(tokens * top_k, experts) == _COMPILED[0]
         }
         yield Group(
             op="fp8_experts",
@@ -98,13 +107,13 @@ def _with(values: Values, call: Callable[[], Any]) -> Any:
 
 def _compile(shapes: tuple[Fp8GroupedGemmShape, ...]) -> None:
     """Compile what the variants need at once, each kernel in a process: each takes seconds."""
-    jobs = [
-        (shape, {"LONE_TILES": lone, "ALIGNMENTS": (alignment,)}, packed.PACKED_ROWS)
-        for shape in shapes
-        for lone in (False, True)
-        for alignment in _COMPILED
-    ]
-    jobs += [(shape, {}, 2 * packed.PACKED_ROWS) for shape in shapes]
+    tiles = [values for values in VARIANTS.values() if "TILE_COLUMNS" in values]
+    jobs: list[tuple[Fp8GroupedGemmShape, Values, int]] = []
+    for shape in shapes:
+        jobs += [(shape, {"ALIGNMENTS": (rows,)}, packed.PACKED_ROWS) for rows in _COMPILED]
+        few = {"ALIGNMENTS": _COMPILED[:1]}
+        jobs += [(shape, {**few, **values}, packed.PACKED_ROWS) for values in tiles]
+        jobs.append((shape, {}, 2 * packed.PACKED_ROWS))
     with multiprocessing.get_context("spawn").Pool(_COMPILERS) as pool:
         pool.starmap(_run_blank, jobs, chunksize=1)
 

@@ -91,7 +91,7 @@ def sweep(
 ) -> list[Row]:
     """Measure a sweep's groups until `time.monotonic()` passes `until`; `keep` gets each group.
 
-    With `kernels` the kernels of the chosen variant, of the fastest and of stock are printed too.
+    With `kernels` the kernels of each variant and of stock are printed too.
     """
     rows: list[Row] = []
     for group in SWEEPS[name](setting):
@@ -117,13 +117,12 @@ def sweep(
 
 
 def _print_kernels(group: Group, rows: list[Row]) -> None:
-    timed = [row for row in rows if row["us"] is not None and row["variant"] in group.variants]
-    fastest = min(timed, key=lambda row: row["us"])["variant"]
-    calls = {group.chosen: group.variants[group.chosen], fastest: group.variants[fastest]}
+    timed = {row["variant"] for row in rows if row["us"] is not None}
+    calls = {name: call for name, call in group.variants.items() if name in timed}
     for name, call in (calls | dict(group.stock)).items():
         typer.echo(f"kernels of {group.op} {group.shape} {name}")
         for kernel, launches, us in kernels_us(call):
-            typer.echo(f"  {us:8.2f} us  {launches:.1f} x  {kernel[:110]}")
+            typer.echo(f"  {us:8.2f} us  {launches:.1f} x  {kernel[:120]}")
 
 
 @app.command()
@@ -136,7 +135,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="start no group after this time")] = 600.0,
     warm: Annotated[bool, typer.Option(help="time on a warm L2 cache as well")] = False,
     kernels: Annotated[
-        bool, typer.Option(help="print the kernels of the chosen and the fastest, and stock's")
+        bool, typer.Option(help="print the kernels of each variant and of stock")
     ] = False,
     commit: Annotated[
         str | None, typer.Option(help="hash of the sources, where this is no git checkout")

@@ -92,10 +92,7 @@ def _combine_places_kernel(
     HAS_SHARED: tl.constexpr,
     OVERFLOW: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
@@ -173,12 +170,7 @@ def from_places(x: torch.Tensor, places: AnyPlaces) -> torch.Tensor:
 
 
 def combine_places(
-    x: torch.Tensor,
-    places: AnyPlaces,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    *,
-    dependent: bool = False,
+    x: torch.Tensor, places: AnyPlaces, weights: torch.Tensor, shared: torch.Tensor | None
 ) -> torch.Tensor:
     """`combine` of `from_places`, in one launch: [T, H].
 
@@ -186,7 +178,6 @@ def combine_places(
         x: [places, H].
         weights: [T, K] fp32.
         shared: [T, H] in the dtype of x, or None.
-        dependent: launch before the kernel before it has ended, and wait inside.
     """
     tokens, slots = weights.shape
     columns = x.shape[1]
@@ -205,10 +196,8 @@ def combine_places(
         HAS_SHARED=shared is not None,
         OVERFLOW=NO_PLACE_LEFT,
         BLOCK=COMBINE_BLOCK,
-        DEPENDENT=dependent,
         num_warps=NUM_WARPS,
         # The spec rounds each product: no fma.
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if dependent else {}),
     )
     return out

@@ -11,7 +11,7 @@ import torch
 
 from consistent_kernels.alignment import aligned, aligned_rows
 from consistent_kernels.errors import UnsupportedError
-from consistent_kernels.experts.deep_gemm_places import AnyPlaces, PackedPlaces, expert_places
+from consistent_kernels.experts.deep_gemm_places import AnyPlaces, expert_places
 from consistent_kernels.experts.deep_gemm_rows import combine_places, from_places
 from consistent_kernels.fp8_experts.deep_gemm_grouped import grouped_gemm, is_masked, is_packed
 from consistent_kernels.fp8_experts.deep_gemm_packed import pack_and_quantize
@@ -30,10 +30,6 @@ from consistent_kernels.quantization import quantize_rows
 FUSED_ROWS = PLACED_ROWS
 """Rows (tokens times slots) up to which a token is quantized once a slot, in one launch; above it
 is quantized once and copied. The bytes are the same."""
-
-DEPENDENT_LAUNCHES = False
-"""Whether the kernels of a packed layer launch before the one before them has ended, and wait for
-it inside (programmatic dependent launch)."""
 
 
 def fp8_expert_outputs_deep_gemm(
@@ -91,8 +87,7 @@ def fp8_experts_deep_gemm(
         return x.new_empty((0, w2.shape[1]))
     stacked = (w13, w13_scale), (w2, w2_scale)
     y, places = _outputs_in_places(x, *stacked, ids, limit, scale_format, layout)
-    dependent = DEPENDENT_LAUNCHES and x.is_cuda and isinstance(places, PackedPlaces)
-    return combine_places(y, places, weights, shared, dependent=dependent)
+    return combine_places(y, places, weights, shared)
 
 
 def _check(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, scale_format: str) -> None:
@@ -119,25 +114,30 @@ def _outputs_in_places(
     flat = aligned(ids.int().contiguous())
     experts, few = w2[0].shape[0], ids.numel() <= FUSED_ROWS
 
-    def through_both(rows: Quantized, places: AnyPlaces, dependent: bool) -> torch.Tensor:
-        gate_up = grouped_gemm(rows, w13, places, scale_format, dependent=dependent)
-        hidden = activate_and_quantize(gate_up, places, scale_format, limit, dependent=dependent)
-        return grouped_gemm(hidden, w2, places, scale_format, dependent=dependent)
-
     if is_packed(layout, ids.numel(), x.device):
-        wait = DEPENDENT_LAUNCHES and x.is_cuda
-        rows, packed = pack_and_quantize(
-            aligned_rows(x), flat, experts, scale_format, dependent=wait
-        )
-        return through_both(rows, packed, wait), packed
+        rows, packed = pack_and_quantize(aligned_rows(x), flat, experts, scale_format)
+        return _through_both(rows, w13, w2, packed, scale_format, limit), packed
     masked = is_masked(layout, tokens, slots, experts)
     if masked and few:
         rows, places = place_and_quantize(aligned_rows(x), flat, experts, scale_format)
-        return through_both(rows, places, False), places
+        return _through_both(rows, w13, w2, places, scale_format, limit), places
     places = expert_places(flat, experts, masked=masked)
     if few:
         rows = quantize_to_places(aligned_rows(x), places, slots, scale_format)
     else:
         values, scale = quantize_rows(x, scale_format=scale_format, impl="triton")
         rows = to_places(values, scale, places, slots)
-    return through_both(rows, places, False), places
+    return _through_both(rows, w13, w2, places, scale_format, limit), places
+
+
+def _through_both(
+    rows: Quantized,
+    w13: Quantized,
+    w2: Quantized,
+    places: AnyPlaces,
+    scale_format: str,
+    limit: float | None,
+) -> torch.Tensor:
+    gate_up = grouped_gemm(rows, w13, places, scale_format)
+    hidden = activate_and_quantize(gate_up, places, scale_format, limit)
+    return grouped_gemm(hidden, w2, places, scale_format)

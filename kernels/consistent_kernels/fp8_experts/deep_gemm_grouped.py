@@ -19,10 +19,11 @@ from consistent_kernels.vendored import deep_gemm
 
 HOPPER = 9
 
-LONE_TILES = False
-"""Whether packed tiles are as wide as `lone_columns` says; else DeepGEMM chooses."""
+DEPENDENT_LAUNCHES = False
+"""Whether packed GEMMs start before the kernel before them has ended, and wait inside."""
 
-_TILE_COLUMNS = (192, 160, 144, 128, 112, 96)
+TILE_COLUMNS: dict[int, int] = {}
+"""Columns of a packed tile by columns of the weight, where DeepGEMM does not choose them."""
 
 CONTIGUOUS_ROWS = 16
 """Rows up to which "fastest" is the contiguous layout: its places are as few as their experts,
@@ -50,23 +51,12 @@ def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
     return layout == "masked" or (not few and bf16.is_masked(layout, tokens, experts))
 
 
-def lone_columns(columns: int) -> int:
-    """Return the columns of a tile that keep DeepGEMM from pairing multiprocessors; 0 if none do.
-
-    Where the tiles of an expert are even in number, DeepGEMM runs two multiprocessors as a cluster
-    that shares weights of two row tiles. An expert of one row tile has nothing to share, and the
-    two wait for each other at every step of K.
-    """
-    odd = [width for width in _TILE_COLUMNS if -(-columns // width) % 2]
-    return min(odd, key=lambda width: -(-columns // width) * width, default=0)
-
-
 @contextlib.contextmanager
-def _settings(library: ModuleType, alignment: int, columns: int, dependent: bool) -> Iterator[None]:
+def _settings(library: ModuleType, alignment: int, columns: int) -> Iterator[None]:
     """DeepGEMM keeps these for a process: what another call sees is as before."""
     before = library.get_mk_alignment_for_contiguous_layout(), library.get_pdl()
     library.set_mk_alignment_for_contiguous_layout(alignment)
-    library.set_pdl(dependent)
+    library.set_pdl(DEPENDENT_LAUNCHES)
     if columns:
         library.set_block_size_multiple_of((1, columns))
     try:
@@ -83,8 +73,6 @@ def grouped_gemm(
     weight: Quantized,
     places: AnyPlaces,
     scale_format: str,
-    *,
-    dependent: bool = False,
 ) -> torch.Tensor:
     """y[p] = fp8_gemm(x[p], weight[expert of p]) for the places in use; the others are undefined.
 
@@ -92,8 +80,6 @@ def grouped_gemm(
         x: values and scale of the rows in their places.
         weight: values [E, N, K] and scale [E, ceil(N / 128), K / 128].
         places: from `expert_places` or `pack_and_quantize`.
-        dependent: launch before the kernel before it has ended, and wait inside; packed places
-            only.
 
     Returns:
         [places, N] bf16.
@@ -105,8 +91,7 @@ def grouped_gemm(
     library = deep_gemm()
     if isinstance(places, PackedPlaces):
         alignment = places.alignment
-        wide = lone_columns(columns) if LONE_TILES else 0
-        with _settings(library, alignment, wide, dependent):
+        with _settings(library, alignment, TILE_COLUMNS.get(columns, 0)):
             library.m_grouped_fp8_gemm_nt_contiguous(
                 x,
                 weight,

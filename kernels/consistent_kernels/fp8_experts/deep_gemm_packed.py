@@ -23,8 +23,8 @@ PACKED_ROWS = 2048
 ALIGNMENTS = (16, 32, 64)
 """Rows of a tile, the shortest that holds twice the rows of an expert on average."""
 
-GROUPS_PER_PROGRAM = 4
-NUM_WARPS = 4
+GROUPS_PER_PROGRAM = 8
+NUM_WARPS = 16
 _FEWEST = 128
 
 
@@ -63,12 +63,9 @@ def _pack_and_quantize_kernel(
     UE8M0: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     # A program quantizes a part of a token once and writes it to all of its places. It counts the
     # rows of every expert itself, so none waits for another.
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     groups = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -78,9 +75,8 @@ def _pack_and_quantize_kernel(
     ids = tl.load(ids_ptr + row, mask=row < tokens * SLOTS, other=-1)
     goes = (ids >= 0) & (ids < E)
     bins = tl.arange(0, BINS)
-    # What goes nowhere is counted behind the last expert.
-    counts = tl.histogram(tl.where(goes, ids, E), BINS)
-    aligned = tl.where(bins < E, (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
+    counts = tl.histogram(ids, BINS, mask=goes)
+    aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     if (token == 0) & (tl.program_id(1) == 0):
         first = tl.cumsum(aligned, 0) - aligned
         tl.store(end_ptr + bins, first + counts, mask=bins < E)
@@ -132,8 +128,6 @@ def pack_and_quantize(
     ids: torch.Tensor,
     num_experts: int,
     scale_format: str,
-    *,
-    dependent: bool = False,
 ) -> tuple[Quantized, PackedPlaces]:
     """Quantize tokens into the places of their slots: experts in order, rows in order in each.
 
@@ -141,7 +135,6 @@ def pack_and_quantize(
         x: [T, K] bf16, aligned rows of unit column stride.
         ids: [T, slots] int32 contiguous, at most PACKED_ROWS rows; others than 0 to
             num_experts - 1 have no place.
-        dependent: let the next kernel launch before this one has ended.
 
     Returns:
         (values and scale, places): expert e stands from a multiple of `alignment_of` on, behind the
@@ -168,7 +161,7 @@ def pack_and_quantize(
         tokens,
         places.size,
         E=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),
+        BINS=triton.next_power_of_2(num_experts),
         SLOTS=slots,
         LANES=triton.next_power_of_2(slots),
         K=columns,
@@ -178,7 +171,6 @@ def pack_and_quantize(
         UE8M0=scale_format == "ue8m0",
         ROWS=max(triton.next_power_of_2(rows), _FEWEST),
         ALIGNMENT=alignment,
-        DEPENDENT=dependent,
         num_warps=NUM_WARPS,
     )
     return out, places

@@ -183,11 +183,7 @@ def _activate_and_quantize_kernel(
     GROUP: tl.constexpr,
     UE8M0: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     place = tl.load(place_ptr + tl.program_id(0)).to(tl.int64)
     if place < 0:
         return
@@ -321,20 +317,13 @@ def place_and_quantize(
 
 
 def activate_and_quantize(
-    gate_up: torch.Tensor,
-    places: AnyPlaces,
-    scale_format: str,
-    limit: float | None,
-    *,
-    dependent: bool = False,
+    gate_up: torch.Tensor, places: AnyPlaces, scale_format: str, limit: float | None
 ) -> Quantized:
     """quantize_rows(round(silu(gate) * up)) of the places in use.
 
     Args:
         gate_up: [places, 2 I] bf16, gate columns before up columns.
         limit: gate <= limit and |up| <= limit before the product, or None.
-        dependent: launch before the kernel before it has ended, wait inside, and let the next
-            kernel do the same.
     """
     width = gate_up.shape[1] // 2
     out = empty_places(places, width)
@@ -352,9 +341,7 @@ def activate_and_quantize(
         GROUP=GROUP,
         UE8M0=scale_format == "ue8m0",
         HAS_LIMIT=limit is not None,
-        DEPENDENT=dependent,
         num_warps=ACTIVATION_WARPS,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if dependent else {}),
     )
     return out

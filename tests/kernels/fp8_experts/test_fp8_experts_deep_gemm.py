@@ -71,7 +71,7 @@ start.ROWS = (1, 5, 16)
 layer = deep_gemm_start.Fp8GroupedGemmShape(EXPERTS, 128, 256, 20, "fp32")
 start.check_rows(layer, torch.device("cpu"))
 
-def one_bit(x, weight, places, scale_format, **_):
+def one_bit(x, weight, places, scale_format):
     y = stand_in_gemm(x, weight, places, scale_format)
     if places.place.numel() == 5:
         y.view(torch.int16)[places.place[2], 3] ^= 1
@@ -86,7 +86,7 @@ except start.NumericsError as error:
 
 # So does the first use of a layer that no start has prepared, here between the two layouts.
 start.ROWS, deep_gemm_start._FEWEST_ROWS = (1, 5), 9
-def of_layout(x, weight, places, scale_format, **_):
+def of_layout(x, weight, places, scale_format):
     y = stand_in_gemm(x, weight, places, scale_format)
     if isinstance(places, PackedPlaces):
         y.view(torch.int16)[places.place[0], 3] ^= 1
@@ -256,7 +256,6 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "UE8M0": False,
                 "ROWS": 128,
                 "ALIGNMENT": 16,
-                "DEPENDENT": True,
                 **groups,
             },
         ),
@@ -275,7 +274,6 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "HAS_SHARED": True,
                 "OVERFLOW": -2,
                 "BLOCK": 1024,
-                "DEPENDENT": True,
             },
             enable_fp_fusion=False,
         ),
@@ -294,7 +292,6 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "WIDTH": 512,
                 "UE8M0": True,
                 "HAS_LIMIT": True,
-                "DEPENDENT": True,
                 **groups,
             },
             enable_fp_fusion=False,

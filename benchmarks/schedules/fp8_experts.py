@@ -35,6 +35,7 @@ def _tiles(gate_up: int, down: int) -> Values:
     return {"TILE_COLUMNS": {2 * _SHAPE[3]: gate_up, _SHAPE[2]: down}}
 
 
+_MOST = {"MULTIPROCESSORS": 128}
 VARIANTS: dict[str, Values] = {
     _CHOSEN: {},
     "dependent": {"DEPENDENT_LAUNCHES": True},
@@ -46,8 +47,12 @@ VARIANTS: dict[str, Values] = {
     "tiles of 128 and 96": _tiles(128, 96),
     "tiles of 160 and 80": _tiles(160, 80),
     "tiles of 112 and 192": _tiles(112, 192),
+    "128 multiprocessors": _MOST,
+    "128 multiprocessors, tiles of 128 and 96": {**_MOST, **_tiles(128, 96)},
 }
 """Constants that differ from the committed ones."""
+_GEMM = {"TILE_COLUMNS", "MULTIPROCESSORS"}
+"""Constants whose kernels are compiled for few rows alone."""
 
 
 def groups(setting: Setting) -> Iterator[Group]:
@@ -74,7 +79,7 @@ def groups(setting: Setting) -> Iterator[Group]:
         variants: dict[str, Callable[[], Any]] = {
             name: functools.partial(_with, values, functools.partial(run, layout="fastest"))
             for name, values in VARIANTS.items()
-            if "TILE_COLUMNS" not in values
+            if not _GEMM & values.keys()
             or packed.alignment_of(tokens * top_k, experts) == _COMPILED[0]
         }
         yield Group(
@@ -107,12 +112,12 @@ def _with(values: Values, call: Callable[[], Any]) -> Any:
 
 def _compile(shapes: tuple[Fp8GroupedGemmShape, ...]) -> None:
     """Compile what the variants need at once, each kernel in a process: each takes seconds."""
-    tiles = [values for values in VARIANTS.values() if "TILE_COLUMNS" in values]
+    others = [values for values in VARIANTS.values() if _GEMM & values.keys()]
     jobs: list[tuple[Fp8GroupedGemmShape, Values, int]] = []
     for shape in shapes:
         jobs += [(shape, {"ALIGNMENTS": (rows,)}, packed.PACKED_ROWS) for rows in _COMPILED]
         few = {"ALIGNMENTS": _COMPILED[:1]}
-        jobs += [(shape, {**few, **values}, packed.PACKED_ROWS) for values in tiles]
+        jobs += [(shape, {**few, **values}, packed.PACKED_ROWS) for values in others]
         jobs.append((shape, {}, 2 * packed.PACKED_ROWS))
     with multiprocessing.get_context("spawn").Pool(_COMPILERS) as pool:
         pool.starmap(_run_blank, jobs, chunksize=1)

@@ -25,6 +25,9 @@ DEPENDENT_LAUNCHES = False
 TILE_COLUMNS: dict[int, int] = {}
 """Columns of a packed tile by columns of the weight, where DeepGEMM does not choose them."""
 
+MULTIPROCESSORS = 0
+"""How many multiprocessors a packed GEMM runs on; 0 for all."""
+
 CONTIGUOUS_ROWS = 16
 """Rows up to which "fastest" is the contiguous layout: its places are as few as their experts,
 while the masked one has places of every expert."""
@@ -55,8 +58,10 @@ def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
 def _settings(library: ModuleType, alignment: int, columns: int) -> Iterator[None]:
     """DeepGEMM keeps these for a process: what another call sees is as before."""
     before = library.get_mk_alignment_for_contiguous_layout(), library.get_pdl()
+    count = library.get_num_sms()
     library.set_mk_alignment_for_contiguous_layout(alignment)
     library.set_pdl(DEPENDENT_LAUNCHES)
+    library.set_num_sms(MULTIPROCESSORS or count)
     if columns:
         library.set_block_size_multiple_of((1, columns))
     try:
@@ -64,6 +69,7 @@ def _settings(library: ModuleType, alignment: int, columns: int) -> Iterator[Non
     finally:
         library.set_mk_alignment_for_contiguous_layout(before[0])
         library.set_pdl(before[1])
+        library.set_num_sms(count)
         if columns:
             library.set_block_size_multiple_of((1, 1))
 

@@ -11,11 +11,12 @@ import torch
 
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
+from consistent_kernels.blocks.paging import PagedBatch
+from consistent_kernels.blocks.workspace import EntryWorkspace, queries_of_a_wave
 from consistent_kernels.kv_cache_fp8 import (
     V4,
     V32,
     KVLayout,
-    gather_kv_fp8,
     new_cache,
     write_kv_fp8,
 )
@@ -126,7 +127,8 @@ def _forward(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
 def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
     """Every query its own request with a context of 4 k entries in FP8 pages.
 
-    Through a bf16 workspace (gather, then the sparse forward), and straight from the pages.
+    Through a bf16 workspace (gather, then the sparse forward; of many queries in pieces, as a block
+    does it), and straight from the pages.
     """
     q, positions, sinks = _inputs(setting, form, queries)
     context = 4 * form.columns
@@ -140,10 +142,12 @@ def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
     table = torch.arange(queries * pages, dtype=torch.int32, device=setting.device)
     table = table.view(queries, pages)
     requests = torch.arange(queries, dtype=torch.int32, device=setting.device)
+    workspace = EntryWorkspace(
+        form.layout, queries_of_a_wave(form.heads, setting.device), form.columns, setting.device
+    )
+    batch = PagedBatch(requests, requests, requests, table, _PAGE, context)
     for impl in _implementations(setting):
-        run = functools.partial(
-            _unified, q, cache, positions, requests, table, sinks, form.layout, impl, other
-        )
+        run = functools.partial(_unified, q, cache, positions, batch, sinks, workspace, impl, other)
         yield Case(
             op="sparse_attention_fp8_decode",
             shape=_shape(form, queries),
@@ -185,20 +189,24 @@ def _unified(
     q: torch.Tensor,
     cache: torch.Tensor,
     positions: torch.Tensor,
-    requests: torch.Tensor,
-    table: torch.Tensor,
+    batch: PagedBatch,
     sinks: torch.Tensor | None,
-    layout: KVLayout,
+    workspace: EntryWorkspace,
     impl: str,
     other: str,
     rows: slice,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    some = positions[rows]
-    indices = torch.empty_like(some)
-    workspace = gather_kv_fp8(
-        cache, some, requests[rows], layout=layout, impl=other, block_table=table, indices=indices
-    )
-    return _run(q[rows], workspace.view(-1, layout.width), indices, sinks, impl, slice(None))
+) -> torch.Tensor:
+    some = dataclasses.replace(batch, requests=batch.requests[rows])
+    scale = q.shape[2] ** -0.5
+
+    def attention(
+        q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        return sparse_attention(
+            q, kv, indices, scale=scale, d_v=_VALUE, sinks=sinks, out=out, impl=impl
+        )[0]
+
+    return workspace.attend(q[rows], [(cache, positions[rows])], some, other, attention, _VALUE)
 
 
 def _backward(setting: Setting, form: Form, queries: int) -> Iterator[Case]:

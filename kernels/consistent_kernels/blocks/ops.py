@@ -193,12 +193,14 @@ class BlockOps:
         scale: float,
         d_v: int,
         sinks: str | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over named entries, with the sinks of that name."""
+        """Attention over named entries, with the sinks of that name; written into `out`, if any."""
         values = None if sinks is None else self.weights[sinks].detach()
         return sparse_attention(
-            q, kv, indices, scale=scale, d_v=d_v, sinks=values, impl=self.programs.attention
-        )[0]
+            q, kv, indices, scale=scale, d_v=d_v, sinks=values, out=out,
+            impl=self.programs.attention,
+        )[0]  # fmt: skip
 
     def sparse_attention_fp8(
         self,

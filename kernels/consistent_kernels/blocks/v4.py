@@ -21,7 +21,7 @@ from consistent_kernels.blocks.parameters import (
     V4Parameters,
     v4_weight_shapes,
 )
-from consistent_kernels.blocks.workspace import EntryWorkspace
+from consistent_kernels.blocks.workspace import EntryWorkspace, queries_of_a_wave
 from consistent_kernels.compressor import (
     CompressorParameters,
     paged_windows,
@@ -152,7 +152,7 @@ class PagedV4Attention:
         blocks: int,
         max_seq_len: int,
         block_size: int = 64,
-        queries: int = 256,
+        queries: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate caches and workspace; arguments as in `PagedV32Attention`.
@@ -174,6 +174,7 @@ class PagedV4Attention:
         self.workspace = None
         if programs.read == "workspace":
             entries = params.window + (params.most_entries(max_seq_len) if params.ratio > 1 else 0)
+            queries = queries or queries_of_a_wave(params.heads, device)
             self.workspace = EntryWorkspace(V4, queries, entries, device)
         pages = (blocks, block_size, device)
         self.entries = self.index = None
@@ -222,7 +223,10 @@ class PagedV4Attention:
             sources,
             batch,
             self.ops.programs.other,
-            lambda *piece: self.ops.sparse_attention(*piece, self.params.scale, LATENT, "sinks"),
+            lambda *piece, out: self.ops.sparse_attention(
+                *piece, self.params.scale, LATENT, "sinks", out
+            ),
+            LATENT,
         )
 
     def _attend_fp8(

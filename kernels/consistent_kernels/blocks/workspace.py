@@ -14,6 +14,22 @@ Source = tuple[torch.Tensor, torch.Tensor]
 """(cache [blocks, block_size, bytes] uint8, places [T, K] int32 in the request, -1 for none)."""
 
 
+_QUERIES_ON_CPU = 256
+_HEADS_OF_A_BLOCK = 64
+
+
+def queries_of_a_wave(heads: int, device: torch.device | str) -> int:
+    """Return how many queries attention works on at once: a multiprocessor has 64 heads of one.
+
+    The best piece of a step on a GPU: all multiprocessors are busy, and much of what its gather
+    wrote last is still in L2 when its attention begins.
+    """
+    if torch.device(device).type != "cuda":
+        return _QUERIES_ON_CPU
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(multiprocessors // -(-heads // _HEADS_OF_A_BLOCK), 1)
+
+
 class EntryWorkspace:
     """Room for the entries of so many queries; a step of more queries goes through it in pieces.
 
@@ -45,7 +61,8 @@ class EntryWorkspace:
         sources: Sequence[Source],
         batch: PagedBatch,
         impl: str,
-        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        attention: Callable[..., torch.Tensor],
+        width: int,
     ) -> torch.Tensor:
         """Attend over the entries of every query of a step, piece by piece.
 
@@ -54,16 +71,22 @@ class EntryWorkspace:
             sources: caches and the places of all queries; columns in this order.
             batch: of the step.
             impl: of `gather_kv_fp8`.
-            attention: (queries of a piece, rows, indices) -> their outputs.
+            attention: (queries of a piece, rows, indices, out=their part of the result).
+            width: of the values.
+
+        Returns:
+            [T, heads, width], the dtype of query.
 
         Raises:
             InvalidInputError: more entries than the bounds allow.
         """
-        step, outs = self.bounds.selected_queries, []
+        step = self.bounds.selected_queries
+        out = query.new_empty((*query.shape[:2], width))
         for begin in range(0, max(len(query), 1), step):  # of an empty step one empty piece
             piece = slice(begin, begin + step)
-            outs.append(attention(query[piece], *self._gather(sources, piece, batch, impl)))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            gathered = self._gather(sources, piece, batch, impl)
+            attention(query[piece], *gathered, out=out[piece])
+        return out
 
     def _gather(
         self, sources: Sequence[Source], piece: slice, batch: PagedBatch, impl: str

@@ -24,6 +24,10 @@ _LIBRARY.define(
     "sparse_attention(Tensor q, Tensor kv, Tensor indices, Tensor? sinks, float scale, int d_v, "
     "str impl) -> (Tensor, Tensor)"
 )
+_LIBRARY.define(
+    "sparse_attention_out(Tensor q, Tensor kv, Tensor indices, Tensor? sinks, float scale, "
+    "Tensor(a!) out, str impl) -> Tensor"
+)
 
 
 def check_indices(indices: torch.Tensor, entries: int, *, op: str = "sparse_attention") -> None:
@@ -95,7 +99,27 @@ def _sparse_attention(
     return sparse_attention_fwd(q, kv, indices, sinks, scale, d_v)
 
 
+def _sparse_attention_out(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    impl: str,
+) -> torch.Tensor:
+    if impl == "flash_mla":
+        count("sparse_attention", impl)
+        from consistent_kernels.sparse_attention.flash_mla import sparse_attention_fwd
+
+        return sparse_attention_fwd(q, kv, indices, sinks, scale, out.shape[2], out)[1]
+    values, lse = _sparse_attention(q, kv, indices, sinks, scale, out.shape[2], impl)
+    out.copy_(values)
+    return lse
+
+
 _LIBRARY.impl("sparse_attention", _sparse_attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("sparse_attention_out", _sparse_attention_out, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("consistent_kernels::sparse_attention", lib=_LIBRARY)
@@ -112,6 +136,11 @@ def _(
     return q.new_empty((tokens, heads, d_v)), q.new_empty((tokens, heads), dtype=torch.float32)
 
 
+@torch.library.register_fake("consistent_kernels::sparse_attention_out", lib=_LIBRARY)
+def _(q: torch.Tensor, *_: object) -> torch.Tensor:
+    return q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def sparse_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -120,6 +149,7 @@ def sparse_attention(
     scale: float,
     d_v: int,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over the rows of kv that its indices name, one kv head for all heads.
@@ -138,13 +168,16 @@ def sparse_attention(
         indices: [T, K] int32, rows of kv; -1 names nothing and may stand anywhere.
         scale: of the scores; d_v: leading columns of kv that are the value.
         sinks: [H] fp32, the score of a value of zero, or None.
+        out: [T, H, d_v] in the dtype of q, contiguous, to write into (a piece of a step's output;
+            no gradient), or None.
         impl: "reference" (any device; refuses indices out of range), "triton" (CUDA) or "flash_mla"
             (SM90, SM100; D 512 or 576, d_v 512, at most 128 heads). The last two take an index out
             of range for -1, unread: call `check_indices` where it may occur.
 
     Returns:
-        (out [T, H, d_v] in the dtype of q, lse [T, H] fp32: natural, without the sink; a query that
-        names nothing has out 0 and lse +inf, as FlashMLA and cuDNN have it).
+        (out [T, H, d_v] in the dtype of q, the given tensor or a new one; lse [T, H] fp32: natural,
+        without the sink; a query that names nothing has out 0 and lse +inf, as FlashMLA and cuDNN
+        have it).
 
     Numerics:
         A query's bits depend on that query, its sinks and the entries it names, in their order: not
@@ -155,6 +188,15 @@ def sparse_attention(
         UnsupportedError: unknown impl, or a shape that it does not serve.
     """
     _check("sparse_attention", q, kv, indices, sinks, d_v, impl)
+    if out is not None:
+        shape = (*q.shape[:2], d_v)
+        if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
+            given = f"{out.dtype} {tuple(out.shape)}, contiguous={out.is_contiguous()}"
+            raise invalid("sparse_attention", "out", f"contiguous {q.dtype} {shape}", given)
+        require_device("sparse_attention", q.device, out=out)
+        return out, torch.ops.consistent_kernels.sparse_attention_out(
+            q, kv, indices, sinks, scale, out, impl
+        )
     return torch.ops.consistent_kernels.sparse_attention(q, kv, indices, sinks, scale, d_v, impl)
 
 

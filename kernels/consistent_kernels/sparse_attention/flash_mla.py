@@ -65,6 +65,7 @@ def sparse_attention_fwd(
     sinks: torch.Tensor | None,
     scale: float,
     d_v: int,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call FlashMLA; see `sparse_attention`."""
     _check(q, kv, d_v)
@@ -79,6 +80,13 @@ def sparse_attention_fwd(
     padded_sinks = None if sinks is None else _padded_heads(sinks, 0, float("-inf"))
     columns = padded_indices(indices, FLASH_MLA_ENTRIES).unsqueeze(1)
     rows = kv.contiguous().unsqueeze(1)
-    arguments = (padded_q, rows, columns, scale, d_v, padded_sinks, None, None)
-    out, _, lse = op(*arguments[:count])[:3]
-    return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
+    whole = heads == padded_q.shape[1] and count == _ARGUMENTS
+    written = out if whole else None
+    arguments = (padded_q, rows, columns, scale, d_v, padded_sinks, None, written)
+    result, _, lse = op(*arguments[:count])[:3]
+    result, lse = result[:, :heads].contiguous(), lse[:, :heads].contiguous()
+    if out is None:
+        return result, lse
+    if written is None:
+        out.copy_(result)
+    return out, lse

@@ -64,6 +64,28 @@ def test_sparse_attention_is_batch_invariant(program: tuple[str, str], case: Spa
             assert_bitwise_equal(lse, whole_lse[part])
 
 
+def test_sparse_attention_writes_pieces_of_a_result(
+    program: tuple[str, str], case: SparseCase
+) -> None:
+    whole, whole_lse = run(case, program[0])
+    out = torch.full_like(whole, 7.0)
+    for part in (slice(0, 20), slice(20, 21), slice(40, TOKENS)):
+        given, lse = sparse_attention(
+            case.q[part], case.kv, case.indices[part], **case.keywords, out=out[part],
+            impl=program[0],
+        )  # fmt: skip
+        assert given.data_ptr() == out[part].data_ptr()
+        assert_bitwise_equal(out[part], whole[part])
+        assert_bitwise_equal(lse, whole_lse[part])
+    # The control: what no piece covers is as it was.
+    assert bool((out[21:40] == 7.0).all())
+    for wrong in (out[1:], out.float(), out.transpose(0, 1).contiguous().transpose(0, 1)):
+        with pytest.raises(InvalidInputError, match="sparse_attention: out must be contiguous"):
+            sparse_attention(
+                case.q, case.kv, case.indices, **case.keywords, out=wrong, impl=program[0]
+            )
+
+
 def test_sparse_attention_ignores_a_tail_of_nothing(
     program: tuple[str, str], case: SparseCase
 ) -> None:

@@ -8,8 +8,3 @@ import os
 def variables() -> dict[str, str]:
     """Return a copy of this process's environment: to hand on to a child, or to record."""
     return dict(os.environ)
-
-
-def in_process() -> bool:
-    """Return whether vLLM's engine core shares this process with its front end."""
-    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"

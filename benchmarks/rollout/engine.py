@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.env import in_process, variables
+from benchmarks.env import variables
 from benchmarks.rollout.process import serve
 from benchmarks.rollout.samples import Sample
-from benchmarks.rollout.works import DECODE, FIRST_TOKEN, PROFILE_TOKENS
+from benchmarks.rollout.stepping import Stepping
+from benchmarks.rollout.works import FIRST_TOKEN, PROFILE_TOKENS
 from vllm_consistent.integrations.engine import verify_reports
 
 _TOP_KERNELS = 40
@@ -24,8 +25,7 @@ _OF_THE_BENCHMARK = {
     "VLLM_NO_USAGE_STATS",
 }
 """Set for every engine, by this benchmark."""
-_TRIES = 8
-_WAIT_S = 0.05
+_STEPS_IN_FLIGHT = 8
 """Asynchronous scheduling may still hold a step of requests that are finished."""
 
 
@@ -62,16 +62,13 @@ class Engine:
             "contract": contract,
             "report": report,
             "environment": environment,
-            "engine_core": "in process" if in_process() else "own process",
         }
 
     def rollout(
         self, prompts: list[list[int]], tokens: int, measure: str, cached: bool
     ) -> dict[str, Any]:
         """Sample and time; return the value in the measure's unit, seconds and the samples."""
-        if not cached:
-            self._forget_pages()
-        gc.collect()
+        self._make_ready(cached)
         begin = time.perf_counter()
         if measure == FIRST_TOKEN:
             outputs, latencies = [], []
@@ -84,20 +81,31 @@ class Engine:
             outputs = self._generate(prompts, tokens)
             value = len(prompts) * tokens / (time.perf_counter() - begin)
         seconds = time.perf_counter() - begin
-        if measure == DECODE:
-            first = max(output.metrics.first_token_ts for output in outputs)
-            last = max(output.metrics.last_token_ts for output in outputs)
-            value = len(prompts) * (tokens - 1) / (last - first)
         return {"value": value, "seconds": seconds, "samples": [_sample(o) for o in outputs]}
 
+    def begin(self, prompts: list[list[int]], tokens: int, cached: bool) -> None:
+        """Begin a rollout that `advance` takes on, a slice of steps at a time."""
+        self._make_ready(cached)
+        self.stepping = Stepping(self.llm, prompts, self._params(tokens))
+
+    def advance(self, steps: int, core: int) -> dict[str, Any]:
+        """See `Stepping.advance`."""
+        return self.stepping.advance(steps, core)
+
+    def finish(self) -> list[Sample]:
+        """Return the samples of the rollout that `advance` has brought to its end."""
+        return [_sample(output) for output in self.stepping.finish()]
+
+    def _make_ready(self, cached: bool) -> None:
+        if not cached:
+            self._forget_pages()
+        gc.collect()
+
     def _forget_pages(self) -> None:
-        for _ in range(_TRIES):
+        for _ in range(_STEPS_IN_FLIGHT):
             if self.llm.reset_prefix_cache():
                 return
-            if in_process():
-                self.llm.llm_engine.step()
-            else:  # the engine core goes on by itself; `step` would wait for an output
-                time.sleep(_WAIT_S)
+            self.llm.llm_engine.step()
         raise RuntimeError("the prefix cache could not be reset: requests are running")
 
     def _generate(self, prompts: list[list[int]], tokens: int) -> list[Any]:

@@ -234,11 +234,9 @@ def engine_options(pairs: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _environment(cache: Path, in_process: bool) -> dict[str, str]:
-    # The engine core has a process of its own, as vLLM runs it by default and verl uses it; the
-    # profiler sees only kernels that its own process launches.
+def _environment(cache: Path) -> dict[str, str]:
     return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are taken in turn, and profiled
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
@@ -267,8 +265,7 @@ def main(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="merge where the time of a decode step or a first token goes into this list; "
-            "the engine core then shares a process with its front end"
+            help="merge where the time of a decode step or a first token goes into this list"
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=2, help="timed rounds of each work")] = 5,
@@ -339,7 +336,7 @@ def main(
             device="cuda" if torch.cuda.is_available() else "cpu",
             engine_args=further,
             packed_tokens=16_384,
-            environment=_environment(folder / "cache", in_process=profile is not None),
+            environment=_environment(folder / "cache"),
             logs=folder / "logs",
             profile_steps=8 if profile else 0,
             cache_state=_cache_state(folder / "cache"),

@@ -23,6 +23,7 @@ from benchmarks.common.stats import INTERVAL, LEAST_LOGPROB, paired_ratio
 from benchmarks.rollout.models import Checkpoint
 from benchmarks.rollout.process import Process, ProcessError
 from benchmarks.rollout.samples import Comparison, Sample, compare, enough
+from benchmarks.rollout.turns import in_turns
 from benchmarks.rollout.variants import OURS, STOCK, Variant
 from benchmarks.rollout.works import FIRST_TOKEN, PROFILE_TOKENS, Work
 from consistent_kernels.errors import ConsistencyError
@@ -245,13 +246,9 @@ class ModelSession:
         for work in self.works:
             with self.clock.phase(f"{work.key}: {self.options.pairs} rounds"):
                 for turn in range(-self.options.warmups, self.options.pairs):
-                    # Forwards and backwards in turn: a drift hits all alike.
-                    for seat in list(self.seats[:: 1 if turn % 2 == 0 else -1]):
-                        if self.stock not in self.seats:
-                            return
-                        if turn < self._pairs(seat):
-                            with self._left_out_if_it_breaks(seat):
-                                self._round(seat, work, turn)
+                    if self.stock not in self.seats:
+                        return
+                    self._round(work, turn)
 
     def _pairs(self, seat: Seat) -> int:
         measured = seat is self.stock or seat.variant.name == OURS
@@ -265,17 +262,36 @@ class ModelSession:
             len(one.values.get(work.key, ())) == self._pairs(one) for one in (seat, self.stock)
         )
 
-    def _round(self, seat: Seat, work: Work, turn: int) -> None:
-        outcome = seat.engine.call(
-            "rollout",
-            prompts=work.prompts(turn, self.model.prompts),
-            tokens=work.new_tokens,
-            measure=work.measure,
-            cached=work.cached,
-        )
-        if turn >= 0:
-            seat.values.setdefault(work.key, []).append(outcome["value"])
-            seat.samples.setdefault(work.key, []).extend(outcome["samples"])
+    def _round(self, work: Work, turn: int) -> None:
+        # Forwards and backwards in turn: a drift hits all alike.
+        order = self.seats[:: 1 if turn % 2 == 0 else -1]
+        order = [seat for seat in order if turn < self._pairs(seat)]
+        prompts = work.prompts(turn, self.model.prompts)
+        if work.measure == FIRST_TOKEN:
+            measured = self._one_by_one(order, work, prompts)
+        else:
+            measured = in_turns(
+                order, work, prompts, self.seats.__contains__, self._left_out_if_it_breaks
+            )
+        for seat, value, samples in measured if turn >= 0 else ():
+            seat.values.setdefault(work.key, []).append(value)
+            seat.samples.setdefault(work.key, []).extend(samples)
+
+    def _one_by_one(
+        self, order: Sequence[Seat], work: Work, prompts: list[list[int]]
+    ) -> list[tuple[Seat, float, list[Sample]]]:
+        measured = []
+        for seat in order:
+            with self._left_out_if_it_breaks(seat):
+                outcome = seat.engine.call(
+                    "rollout",
+                    prompts=prompts,
+                    tokens=work.new_tokens,
+                    measure=work.measure,
+                    cached=work.cached,
+                )
+                measured.append((seat, outcome["value"], outcome["samples"]))
+        return measured
 
     def profile(self) -> None:
         """Profile decode steps, or prompts where their time is measured, on every engine."""
@@ -418,6 +434,7 @@ class ModelSession:
             "ratio_high": ratio.high,
             "interval": INTERVAL,
             "pairs": ratio.pairs,
+            "slice_steps": work.slice_steps,
             "ours": statistics.median(ours),
             "stock": statistics.median(theirs),
             "rounds": [list(pair) for pair in zip(ours, theirs, strict=True)],
@@ -429,7 +446,6 @@ class ModelSession:
             "mismatched_trainer": found.trainer,
             "stock_mismatched_tokens": control,
             "mean_logprob": found.mean_logprob,
-            "engine_core": seat.started["engine_core"],
             "stock_environment": stock.started["environment"],
             "engine_args": self.options.engine_args,
             "contract": (seat.started["report"] or {}).get("digest"),

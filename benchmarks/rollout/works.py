@@ -12,6 +12,8 @@ THROUGHPUT, DECODE, FIRST_TOKEN = "throughput", "decode", "first token"
 PROFILE_TOKENS = 96
 """New tokens of each request of a profile; most are decoded while the last prompts are read."""
 
+_FEW_STEPS, _MANY_STEPS = 8, 32
+
 UNITS = {THROUGHPUT: "tokens/s", DECODE: "tokens/s", FIRST_TOKEN: "ms"}
 
 
@@ -48,6 +50,16 @@ class Work:
     parity: tuple[int, int] | None = None
     top_up: int | None = None
     aim: float | None = None
+
+    @property
+    def slice_steps(self) -> int | None:
+        """Engine steps before the next engine takes its turn: 50 to 100 ms of decoding.
+
+        None where whole rollouts take turns.
+        """
+        if self.measure == FIRST_TOKEN:
+            return None
+        return _FEW_STEPS if self.requests > 1 else _MANY_STEPS
 
     @property
     def unit(self) -> str:

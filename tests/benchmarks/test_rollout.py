@@ -83,9 +83,10 @@ def test_rows_hold_what_the_table_needs() -> None:
 
 def test_engines_take_turns_forwards_and_backwards() -> None:
     finished(told=options("consistent", "batch_invariant", warmups=0))
-    timed = [variant for variant, method in Fake.calls if method == "rollout"][1:]  # first: smoke
+    slices = [variant for variant, method in Fake.calls if method == "advance"]
     forwards = [STOCK, "consistent", "batch_invariant"]
-    assert timed[:9] == [*forwards, *forwards[::-1], *forwards]
+    there, back = [*forwards, *forwards[::-1]], [*forwards[::-1], *forwards]
+    assert slices == [*there, *back, *there]
 
 
 @pytest.mark.parametrize("role", ["engine", "trainer"])
@@ -177,15 +178,15 @@ def test_without_stock_nothing_is_measured() -> None:
 
 
 def test_what_was_timed_before_stock_died_is_kept() -> None:
-    dies_after(STOCK, "rollout", 4)
+    dies_after(STOCK, "begin", 4)
     result = finished("qwen3_8b.256", "qwen3_8b.1").result
     assert [row["work"] for row in result.rows] == [tiny(chosen(["qwen3_8b.256"])[0]).name]
     assert len(result.broken) == 1
 
 
 def test_a_work_checked_before_the_engine_died_is_kept() -> None:
-    """Smoke, 2 works of 4 rounds; the engine dies where the second one's parity begins."""
-    dies_after("consistent", "rollout", 9)
+    """The engine samples the smoke test and dies where the second work's tokens are topped up."""
+    dies_after("consistent", "rollout", 1)
     kept: list[int] = []
     told = options(parity_tokens=30)
     result = finished(

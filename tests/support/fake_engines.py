@@ -68,7 +68,7 @@ class Fake:
     def start(self, fault: Any, model: str, arguments: Any, consistent: bool) -> dict[str, Any]:
         report = {"digest": "d1", "runner": "V2"} if consistent else None
         started = {"seconds": 30.0, "contract": {"name": "made up"}, "report": report}
-        return started | {"engine_core": "own process", "environment": {"VLLM_OF": self.variant}}
+        return started | {"environment": {"VLLM_OF": self.variant}}
 
     def rollout(
         self, fault: Any, prompts: Any, tokens: int, measure: str, cached: bool
@@ -76,6 +76,25 @@ class Fake:
         scores = np.full(tokens, self.logprob, np.float32)
         samples = [Sample(ids, [5] * tokens, scores) for ids in prompts]
         return {"value": 80.0 if self.variant != STOCK else 100.0, "samples": samples}
+
+    def begin(self, fault: Any, prompts: Any, tokens: int, cached: bool) -> None:
+        self.round = self.rollout(None, prompts, tokens, "", cached)
+        self.slices = 0
+
+    def advance(self, fault: Any, steps: int, core: int) -> dict[str, Any]:
+        """Two slices, each half of the round."""
+        self.slices += 1
+        samples = self.round["samples"]
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        return {
+            "seconds": tokens / 2 / self.round["value"],
+            "tokens": tokens * self.slices // 2,
+            "started": len(samples),
+            "unfinished": self.slices < 2,
+        }
+
+    def finish(self, fault: Any) -> list[Sample]:
+        return self.round["samples"]
 
     def score(self, fault: Any, samples: list[Sample], **options: Any) -> list[np.ndarray]:
         scores = [sample.logprobs.copy() for sample in samples]

@@ -129,7 +129,9 @@ def compress_bwd_ref(
     rstd = rstd_ref(c, params.norm_eps)
     places = positions.long()
     cos, sin = cos_table.index_select(0, places), sin_table.index_select(0, places)
-    grad = rotate_pairs(grad_entries.float(), cos, -sin)
+    # An entry of no tokens is zeros; its gradient may be padding's, which holds anything.
+    absent = (rows < 0).all(1, keepdim=True)
+    grad = rotate_pairs(grad_entries.float().masked_fill(absent, 0.0), cos, -sin)
     normalized = c * rstd
     grad_weight = (grad * normalized).sum(0)
     grad_n = grad * weight.float()

@@ -12,6 +12,15 @@ def lse_with_sink(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor
     return lse if sinks is None else torch.logaddexp(lse, sinks.expand_as(lse))
 
 
+def delta_of(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return sum(grad_out * out), [T, H] fp32; 0 for a query that names nothing (lse +inf).
+
+    Its gradient may be padding's, which holds anything.
+    """
+    delta = (grad_out.float() * out.float()).sum(-1)
+    return torch.where(lse == float("inf"), 0.0, delta)
+
+
 def grad_of_sinks(
     delta: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -43,13 +52,14 @@ def sparse_attention_bwd_ref(
     d_v = out.shape[-1]
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_kv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-    delta = (grad_out.float() * out.float()).sum(-1)
+    delta = delta_of(grad_out, out, lse)
     total = lse_with_sink(lse, sinks)
     step = tokens_per_chunk(max(1, indices.shape[1]), kv.shape[1])
     for begin in range(0, q.shape[0], step):
         part = slice(begin, begin + step)
         entries, valid = gather_entries(kv, indices[part])
-        q32, g32 = q[part].float(), grad_out[part].float()
+        unnamed = (lse[part] == float("inf")).unsqueeze(-1)
+        q32, g32 = q[part].float(), grad_out[part].float().masked_fill(unnamed, 0.0)
         p = torch.bmm(q32, entries.transpose(1, 2)).mul_(scale).sub_(total[part].unsqueeze(-1))
         p = p.exp_().masked_fill_(~valid.unsqueeze(1), 0.0)
         ds = torch.bmm(g32, entries[..., :d_v].transpose(1, 2)).sub_(delta[part].unsqueeze(-1))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from consistent_kernels.errors import MissingBinaryError, UnsupportedError
-from consistent_kernels.sparse_attention.backward import grad_of_sinks, lse_with_sink
+from consistent_kernels.sparse_attention.backward import delta_of, grad_of_sinks, lse_with_sink
 
 _WIDTHS = {512: 512, 576: 512}
 
@@ -73,7 +73,7 @@ def sparse_attention_bwd_cudnn(
         indices.contiguous(),
         softmax_scale=scale,
     )
-    delta = (grad_out.float() * out.float()).sum(-1)
+    delta = delta_of(grad_out, out, lse)
     # Ours: a sum in a fixed order over all queries.
     grad_sinks = grad_of_sinks(delta, lse_with_sink(lse, sinks), sinks)
     return grads["dq"], grads["dkv"], grad_sinks

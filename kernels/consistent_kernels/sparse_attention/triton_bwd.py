@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from consistent_kernels.alignment import aligned
-from consistent_kernels.sparse_attention.backward import grad_of_sinks, lse_with_sink
+from consistent_kernels.sparse_attention.backward import delta_of, grad_of_sinks, lse_with_sink
 from consistent_kernels.sparse_attention.reference import padded_indices
 from consistent_kernels.sparse_attention.spec import (
     BACKWARD_TILE,
@@ -46,9 +46,12 @@ def _load_entries(kv_ptr, indices_ptr, at, entries, kv_stride, DV: tl.constexpr,
 
 @triton.jit
 def _load_heads(
-    q_ptr, grad_ptr, token, heads, is_head, H: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr
+    q_ptr, grad_ptr, lse, token, heads, is_head, H: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr
 ):
-    """Return (q value part, q rotary part or the value part again, grad_out) of some heads."""
+    """Return (q value part, q rotary part or the value part again, grad_out) of some heads.
+
+    A query that names nothing, of lse +inf, has grad_out 0, whatever padding holds.
+    """
     at = token * H + heads
     value = tl.arange(0, DV)
     q = tl.load(q_ptr + at[:, None] * (DV + DR) + value[None, :], mask=is_head[:, None], other=0.0)
@@ -56,7 +59,8 @@ def _load_heads(
     if DR > 0:
         columns = at[:, None] * (DV + DR) + (DV + tl.arange(0, DR))[None, :]
         rope = tl.load(q_ptr + columns, mask=is_head[:, None], other=0.0)
-    grad = tl.load(grad_ptr + at[:, None] * DV + value[None, :], mask=is_head[:, None], other=0.0)
+    named = is_head & (lse != float("inf"))
+    grad = tl.load(grad_ptr + at[:, None] * DV + value[None, :], mask=named[:, None], other=0.0)
     return q, rope, grad
 
 
@@ -93,9 +97,9 @@ def _sparse_attention_bwd_q_kernel(
     token = (first + tl.program_id(0)).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = heads < H
-    q, q_rope, grad = _load_heads(q_ptr, grad_ptr, token, heads, is_head, H, DV, DR)
     lse = tl.load(lse_ptr + token * H + heads, mask=is_head, other=float("inf"))
     delta = tl.load(delta_ptr + token * H + heads, mask=is_head, other=0.0)
+    q, q_rope, grad = _load_heads(q_ptr, grad_ptr, lse, token, heads, is_head, H, DV, DR)
     acc = tl.zeros((BLOCK_H, DV), tl.float32)
     acc_rope = tl.zeros((BLOCK_H, DR if DR > 0 else 16), tl.float32)
     for start in range(0, columns, TILE):
@@ -145,9 +149,9 @@ def _sparse_attention_bwd_pairs_kernel(
     for start in range(0, H, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
         is_head = heads < H
-        q, q_rope, grad = _load_heads(q_ptr, grad_ptr, token, heads, is_head, H, DV, DR)
         lse = tl.load(lse_ptr + token * H + heads, mask=is_head, other=float("inf"))
         delta = tl.load(delta_ptr + token * H + heads, mask=is_head, other=0.0)
+        q, q_rope, grad = _load_heads(q_ptr, grad_ptr, lse, token, heads, is_head, H, DV, DR)
         p, ds = _p_and_ds(q, q_rope, grad, kv, kv_rope, valid, lse, delta, scale, DR)
         turned = tl.trans(ds.to(q.dtype))
         acc = tl.dot(tl.trans(p.to(q.dtype)), grad, acc)
@@ -215,7 +219,7 @@ def sparse_attention_bwd_triton(
     tokens, heads, width = q.shape
     d_v = out.shape[2]
     rope = check_widths("sparse_attention_bwd", width, d_v)
-    delta = (grad_out.float() * out.float()).sum(-1)
+    delta = delta_of(grad_out, out, lse)
     total = lse_with_sink(lse, sinks)
     grad_q = torch.empty((tokens, heads, width), dtype=q.dtype, device=q.device)
     grad_kv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)

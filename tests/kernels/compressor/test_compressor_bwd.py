@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistent_kernels.compressor import CompressorParameters, packed_windows
+from consistent_kernels.compressor import CompressorParameters, compress_bwd, packed_windows
 from consistent_kernels.rotary import RopeParameters, rope_tables
-from consistent_kernels.testing import hazard_activations, norm_weight
+from consistent_kernels.testing import assert_bitwise_equal, hazard_activations, norm_weight
 from train_bridge.functions.compressor import CompressFunction, CompressorStateFunction
 
 ROPE = RopeParameters(head_dim=64, rotary_dim=16, theta=160000.0, max_position=512)
@@ -88,6 +88,24 @@ def test_compressor_grad_matches_reference(
         bound = size * (chain + terms * 2**-24) + value.abs() * rounding
         assert bool(((actual.double() - value).abs() <= bound).all())
         assert bool(value.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("params", PARAMETERS)
+def test_compressor_grad_ignores_poison(params: CompressorParameters) -> None:
+    """An entry of no tokens is padding, and so is a state that no entry names."""
+    rows, first, _ = packed_windows(torch.tensor([0, 3 * params.ratio]), params)
+    generator = torch.Generator().manual_seed(8)
+    state = torch.randn(3 * params.ratio + 2, 2 * params.state_width, generator=generator)
+    grad = torch.randn(len(rows) + 1, params.head_dim, generator=generator)
+    weight, options = norm_weight(params.head_dim, seed=9), {"rope": ROPE, "params": params}
+    options["impl"] = "reference"
+    expected = compress_bwd(grad[:-1], state, rows, first, weight, **options)
+    state[-2:] = grad[-1] = float("nan")
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, 1), value=-1)
+    first = torch.nn.functional.pad(first, (0, 1))
+    actual = compress_bwd(grad, state, rows, first, weight, **options)
+    for ours, clean in zip(actual, expected, strict=True):
+        assert_bitwise_equal(ours, clean)
 
 
 def test_control_a_backward_without_the_norm_is_out_of_bound() -> None:

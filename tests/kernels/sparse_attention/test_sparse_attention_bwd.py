@@ -99,6 +99,29 @@ def test_sparse_attention_grad_matches_reference(
     assert_within_bound(case, grad_out, grads)
 
 
+def test_sparse_attention_grad_ignores_poison(program: tuple[str, str], case: SparseCase) -> None:
+    """A query that names nothing is padding: its gradient and its q reach nothing."""
+    out, lse = sparse_attention(*case.arguments, **case.keywords, impl=program[0])
+    grad_out = hazard_activations(tuple(out.shape), seed=9, device=out.device)
+    assert bool((case.indices[1] == -1).all())
+
+    def back(grad_out: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grads = sparse_attention_bwd(
+            grad_out, q, case.kv, case.indices, out, lse, scale=case.scale, sinks=case.sinks,
+            impl=program[0],
+        )  # fmt: skip
+        return tuple(grad for grad in grads if grad is not None)
+
+    expected = back(grad_out, case.q)
+    poisoned_grad, poisoned_q = grad_out.clone(), case.q.clone()
+    poisoned_grad[1] = poisoned_q[1] = float("nan")
+    for actual, value in zip(back(poisoned_grad, poisoned_q), expected, strict=True):
+        assert_bitwise_equal(actual, value)
+    assert not bool(expected[0][1].any())
+    poisoned_grad[3] = float("nan")  # control: a query that names entries
+    assert bool(back(poisoned_grad, case.q)[1].isnan().any())
+
+
 def test_sparse_attention_grad_is_run_to_run_stable(
     program: tuple[str, str], case: SparseCase
 ) -> None:

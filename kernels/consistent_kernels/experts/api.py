@@ -10,6 +10,7 @@ from consistent_kernels.errors import UnsupportedError, invalid, require_impleme
 from consistent_kernels.experts.backward import Grads, experts_bwd_ref
 from consistent_kernels.experts.reference import LINEAR, combine_ref, expert_outputs_ref
 from consistent_kernels.experts.spec import IMPLEMENTATIONS, LAYOUTS
+from consistent_kernels.master import round_master
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
@@ -117,7 +118,7 @@ def prepare_expert_weight(master: torch.Tensor, *, dtype: torch.dtype, impl: str
         )
     if dtype not in _DTYPES:
         raise invalid(op, "dtype", "bfloat16, float16 or float32", dtype)
-    return master.detach().to(dtype).to(_prepared_dtype(dtype, impl)).contiguous()
+    return round_master(master, dtype, _prepared_dtype(dtype, impl))
 
 
 def _validate_weights(

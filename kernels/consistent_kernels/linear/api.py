@@ -10,6 +10,7 @@ from consistent_kernels.linear.onednn import linear_onednn, linear_packed_onednn
 from consistent_kernels.linear.packing import PackedWeight, packed_weight
 from consistent_kernels.linear.reference import linear_bwd_ref, linear_ref
 from consistent_kernels.linear.spec import IMPLEMENTATIONS
+from consistent_kernels.master import round_master
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -121,8 +122,7 @@ def prepare_weight(
         UnsupportedError: unknown impl.
     """
     _check_impl("prepare_weight", impl)
-    rounded = master.detach().to(dtype)
-    return rounded.to(_prepared_dtype(dtype, impl, out_dtype)).contiguous()
+    return round_master(master, dtype, _prepared_dtype(dtype, impl, out_dtype))
 
 
 def linear(

@@ -35,10 +35,11 @@ class PackedAttention(torch.nn.Module):
         self.params = params
         self.programs, self.backward_name = programs, backward
         for name in shapes:
+            own = weights[name].detach().clone()  # a reload of this block reaches no other
             if name.startswith("index_"):
-                self.register_buffer(name, weights[name])
+                self.register_buffer(name, own)
             else:
-                self.register_parameter(name, torch.nn.Parameter(weights[name].clone()))
+                self.register_parameter(name, torch.nn.Parameter(own))
 
     @torch.compiler.disable(reason=AS_THEY_ARE)
     def forward(self, hidden: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:

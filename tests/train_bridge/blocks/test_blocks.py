@@ -192,6 +192,26 @@ def test_block_gradients_reach_every_master(case: BlockCase, device: str) -> Non
         assert bool(master.grad.abs().sum() > 0), name
 
 
+@pytest.mark.parametrize("name", ["v32", "v4-csa"])
+def test_block_reload_reaches_one_block_alone(name: str) -> None:
+    """Actor and reference made of one dict of weights, the indexer's among them."""
+    case = BlockCase.make(name, "cpu")
+    before = {key: value.clone() for key, value in case.weights.items()}
+    actor, reference = case.trainer(), case.trainer()
+    hidden, sequences = case.hidden(70, seed=9), PackedSequences.from_lengths([70])
+    expected = reference(hidden, sequences)
+    changed = {key: value.flip(0) for key, value in actor.state_dict().items()}
+    actor.load_state_dict(changed)
+    assert_bitwise_equal(reference(hidden, sequences), expected)
+    for key, value in case.weights.items():
+        assert_bitwise_equal(value, before[key], key)
+    again = case.trainer()
+    again.load_state_dict(changed)
+    updated = actor(hidden, sequences)
+    assert_bitwise_equal(again(hidden, sequences), updated)
+    assert not bitwise_equal(updated, expected)
+
+
 def test_block_rejects_bad_weights() -> None:
     case = BlockCase.make("v32", "cpu")
     case.weights["q_b"] = case.weights["q_b"][:-1]

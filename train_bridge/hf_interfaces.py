@@ -246,8 +246,8 @@ def experts_forward(
         [T, H], summed in fp32 over ascending slots and rounded once.
 
     Raises:
-        ConfigurationError: biases, other layouts of the weights, or another gate than SwiGLU,
-            DeepSeek-V4's clamped one included.
+        ConfigurationError: biases, other layouts of the weights, experts that transformers shards
+            over ranks, or another gate than SwiGLU, DeepSeek-V4's clamped one included.
     """
     violations = [
         f"{name}={value}: {why}"
@@ -261,6 +261,10 @@ def experts_forward(
     ]
     if not isinstance(getattr(module, "act_fn", None), (SiLUActivation, nn.SiLU)):
         violations.append(f"act_fn={getattr(module, 'act_fn', None)}: only SiLU is served")
+    plan = getattr(module, "_hf_tp_plan", None)
+    if plan is not None:
+        # transformers' ranks name a stranger's expert by an id past the last, and all-reduce sums.
+        violations.append(f"tp_plan {plan!r}: sums over ranks are in no slot's order")
     limit = None
     gate = getattr(type(module), "_apply_gate", _default_apply_gate)
     if gate is DeepseekV4Experts._apply_gate:

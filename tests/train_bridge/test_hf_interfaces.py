@@ -348,7 +348,7 @@ def test_named_experts_reject_everything_they_do_not_compute() -> None:
     module = torch.nn.Module()
     module.has_bias = module.is_transposed = True
     module.is_concatenated = module.has_gate = False
-    module.act_fn = torch.nn.GELU()
-    with pytest.raises(ConfigurationError) as caught:
+    module.act_fn, module._hf_tp_plan = torch.nn.GELU(), "moe_tp_experts"
+    with pytest.raises(ConfigurationError, match="tp_plan 'moe_tp_experts'") as caught:
         experts_forward(module, torch.zeros(1, 64), torch.zeros(1, 2), torch.zeros(1, 2))
-    assert len(caught.value.violations) == 5
+    assert len(caught.value.violations) == 6

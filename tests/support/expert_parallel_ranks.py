@@ -8,6 +8,7 @@ writes what it computed to FOLDER.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,12 @@ from consistent_kernels.fp8_experts import (
     quantize_expert_weight,
 )
 from consistent_kernels.testing import hazard_activations
-from train_bridge.expert_parallel import ExpertParallel, ExpertParallelFunction
+from train_bridge.expert_parallel import (
+    ExpertParallel,
+    ExpertParallelFunction,
+    Fp8ExpertParallelFunction,
+)
+from train_bridge.functions.fp8_experts import Fp8ExpertsFunction
 
 SHAPE = Shape(11, 3, 72, 40)
 """Experts that divide by no number of ranks."""
@@ -123,6 +129,47 @@ def fp8_over_ranks(exchange: AllToAll, part: slice, device: str) -> torch.Tensor
     return combine(y, ids, weights, impl=impl)
 
 
+def fp8_trained(
+    x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], apply: Callable, local: slice,
+    device: str,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """Forward and backward of some tokens through `apply(x, masters, routed, quantized)`."""
+    stacked, _ = fp8_of(local, device)
+    own = [w[local].contiguous().requires_grad_() for w in masters(FP8_SHAPE, device)]
+    ids, weights = routed
+    leaves = [x.clone().requires_grad_(), *own, weights.clone().requires_grad_()]
+    out = apply(*leaves[:3], ids, leaves[3], None, stacked)
+    # A gradient that every rank can form for its own tokens.
+    out.backward((x.float() * 0.25).to(x.dtype))
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+def fp8_trained_on_one_rank(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The block-FP8 layer of a trainer with all experts in one process."""
+    _, given = fp8_of(slice(None), device)
+
+    def apply(*arguments: Any) -> torch.Tensor:
+        return Fp8ExpertsFunction.apply(*arguments, "fp32", LIMIT, impl_of(device))
+
+    routed = (given["ids"], given["weights"])
+    return fp8_trained(given["x"], routed, apply, slice(None), device)
+
+
+def fp8_trained_over_ranks(
+    exchange: AllToAll, part: slice, device: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """This rank's tokens and experts of the same layer."""
+    placement = ExpertPlacement(FP8_SHAPE.experts, exchange.world_size)
+    _, given = fp8_of(slice(None), device)
+    x, ids, weights = (given[name][part].contiguous() for name in ("x", "ids", "weights"))
+
+    def apply(*arguments: Any) -> torch.Tensor:
+        parallel = ExpertParallel(exchange, placement)
+        return Fp8ExpertParallelFunction.apply(*arguments, "fp32", parallel, LIMIT, impl_of(device))
+
+    return fp8_trained(x, (ids, weights), apply, placement.experts(exchange.rank), device)
+
+
 class Shuffled(AllToAll):
     """An exchange whose rows arrive in another order every time."""
 
@@ -175,6 +222,7 @@ def run_group(group: Any, device: str) -> dict[str, Any]:
         )
     kept["fp8"] = fp8_over_ranks(exchange, part, device)
     kept["fp8 shuffled"] = fp8_over_ranks(Shuffled(group), part, device)
+    kept["fp8 trained"], kept["fp8 grads"] = fp8_trained_over_ranks(Shuffled(group), part, device)
     leaves = [given[name].requires_grad_() for name in ("x", "weights", "shared")]
     parallel = ExpertParallel(Shuffled(group), placement)
     trained = ExpertParallelFunction.apply(

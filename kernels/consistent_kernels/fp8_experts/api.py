@@ -332,6 +332,7 @@ def fp8_experts_bwd(
     scale_format: str,
     limit: float | None = None,
     needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    grad_x_dtype: torch.dtype | None = None,
     impl: str,
 ) -> Grads:
     """Straight-through gradients: those of `experts` at the values that the forward multiplied.
@@ -339,9 +340,10 @@ def fp8_experts_bwd(
     Args:
         grad_out: [T, H], dtype of x, also the gradient of `shared`; the rest as in `fp8_experts`.
         needs: which of (x, w13, w2, topk_weights) want a gradient.
+        grad_x_dtype: of the first result; that of x by default.
 
     Returns:
-        (grad_x [T, H] in the dtype of x, grad_w13 and grad_w2 fp32, grad_weights [T, K] fp32), None
+        (grad_x [T, H], grad_w13 and grad_w2 fp32, grad_weights [T, K] fp32), None
         where not needed.
 
     Raises:
@@ -364,5 +366,5 @@ def fp8_experts_bwd(
         scale_format,
         needs,
     )
-    grad_x = None if grads[0] is None else grads[0].to(x.dtype)
+    grad_x = None if grads[0] is None else grads[0].to(grad_x_dtype or x.dtype)
     return grad_x, *grads[1:]

@@ -127,6 +127,22 @@ def test_expert_parallel_grad_matches_one_process(run: tuple[str, dict]) -> None
                 assert error <= least * float(reference.float().norm()), (size, index)
 
 
+def test_fp8_expert_parallel_train_equals_one_rank(run: tuple[str, dict]) -> None:
+    """Forward bit for bit; gradients as those of one process, but for the order of fp32 sums."""
+    device, by_size = run
+    expected, grads = ranks.fp8_trained_on_one_rank(device)
+    for size, results in by_size.items():
+        for out in gathered(results, size, "fp8 trained"):
+            assert_bitwise_equal(out, expected.cpu(), f"{size} ranks")
+        for first in range(0, len(results), size):
+            group = results[first : first + size]
+            for index, reference in enumerate(grads):
+                actual = torch.cat([rank["fp8 grads"][index].cpu() for rank in group])
+                assert actual.dtype == reference.dtype
+                error = float((actual.float() - reference.cpu().float()).norm())
+                assert error <= 2**-9 * float(reference.float().norm()), (size, index)
+
+
 def test_control_summing_at_the_experts_rank_differs() -> None:
     # What a combine that adds partial sums by rank does: the bits follow the number of ranks.
     y = torch.randn((200, 8, 64), generator=torch.Generator().manual_seed(1)).bfloat16().float()
@@ -166,6 +182,28 @@ class Alone:
 
     def deliver(self, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return rows
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_fp8_expert_parallel_of_one_rank_equals_no_exchange(device: str) -> None:
+    expected, grads = ranks.fp8_trained_on_one_rank(device)
+    actual, ours = ranks.fp8_trained_over_ranks(Alone(), slice(None), device)
+    assert_bitwise_equal(actual, expected)
+    for grad, reference in zip(ours, grads, strict=True):
+        error = float((grad.float() - reference.float()).norm())
+        assert error <= 2**-7 * float(reference.float().norm())
 
 
 class Reversed(Alone):

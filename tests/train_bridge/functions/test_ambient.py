@@ -24,7 +24,11 @@ from consistent_kernels.linear import linear, prepare_weight
 from consistent_kernels.quantization import quantize_weight
 from consistent_kernels.rotary import RopeParameters
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
-from train_bridge.expert_parallel import ExpertParallel, ExpertParallelFunction
+from train_bridge.expert_parallel import (
+    ExpertParallel,
+    ExpertParallelFunction,
+    Fp8ExpertParallelFunction,
+)
 from train_bridge.functions import (
     compressor,
     experts,
@@ -107,6 +111,10 @@ def calls() -> dict[str, Call]:
         ExpertParallelFunction: (
             (x, w13, w2, weights),
             lambda x, a, b, w: (x, a, b, ids, w, None, ready, alone, None, ref),
+        ),
+        Fp8ExpertParallelFunction: (
+            (x, w13, w2, weights),
+            lambda x, a, b, w: (x, a, b, ids, w, None, quantized, "ue8m0", alone, None, ref),
         ),
         experts.ExpertsFunction: (
             (x, w13, w2, weights),
@@ -201,6 +209,7 @@ def test_every_function_has_this_base() -> None:
             if issubclass(kind, torch.autograd.Function):
                 assert issubclass(kind, OpFunction), kind
     assert issubclass(ExpertParallelFunction, OpFunction)
+    assert issubclass(Fp8ExpertParallelFunction, OpFunction)
 
 
 def test_control_autocast_rounds_operands_of_a_bare_op() -> None:

@@ -7,34 +7,28 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 import consistent_kernels.kv_cache_fp8.triton as kv_cache
-from benchmarks.ops.case import Case, Setting
+from benchmarks.ops.case import Setting
 from benchmarks.ops.cases import kv_cache_fp8 as kv_cases
 from benchmarks.ops.cases import sparse_attention as sparse_cases
 from benchmarks.schedules.constants import groups_of, with_values
 from benchmarks.schedules.group import Group
-from consistent_kernels.kv_cache_fp8 import V4, gather_kv_fp8
+from consistent_kernels.kv_cache_fp8 import V4
 from consistent_kernels.kv_cache_fp8.cuda import Shape, gather_v4_fwd
 
 GATHERS = [
     {"GATHER_WARPS": warps, "GATHER_VALUES_V4": values} for warps, values in ((4, 16), (2, 16))
 ]
 DECODES = [{"GATHER_DESCENDING": descending} for descending in (True, False)]
-SHAPES = [
-    *(Shape(), Shape(batch=2), Shape(batch=1), Shape(warps=2), Shape(warps=1), Shape(warps=8)),
-    *(Shape(warps=8, batch=2), Shape(warps=16, batch=2)),
-    *(Shape(shared=24 << 10), Shape(shared=44 << 10)),
-]
+SHAPES = [Shape(), Shape(warps=1), Shape(warps=2), Shape(batch=2), Shape(read=2)]
 """Of `gather.cu`, tried alone and before the attention."""
 
-PIECES = {
-    "v4": ((256,), (132, 124), (128, 128), (88, 84, 84), (64, 64, 64, 64)),
-    "v32": ((256,), (132, 124), (66, 66, 66, 58)),
-}
-"""Queries that are gathered, then attended to, before the next ones, by layout, of 256: a wave or
-a part of it."""
+KEPT = [
+    *(Shape(kept=size) for size in (8, 16, 24, 32, 40)),
+    *(Shape(read=2, kept=size) for size in (16, 24, 32)),
+    *(Shape(order=0), Shape(order=2), Shape(order=2, kept=24)),
+]
+"""Of `gather.cu`, which serve the attention's reads alone."""
 
 
 def gathers(setting: Setting) -> Iterator[Group]:
@@ -46,32 +40,16 @@ def gathers(setting: Setting) -> Iterator[Group]:
 
 
 def decodes(setting: Setting) -> Iterator[Group]:
-    """Entries gathered, then read by the sparse forward."""
-    v32, v4 = sparse_cases._FORMS
-    for form, queries in ((v4, 256), (v4, 64), (v32, 256)):
-        if setting.small:
-            form, queries = dataclasses.replace(form, heads=4, columns=64), 5
+    """V4's gathered, then read by the sparse forward: the order of one serves the other."""
+    form = sparse_cases._FORMS[1]
+    if setting.small:
+        form = dataclasses.replace(form, heads=4, columns=64)
+    for queries in (5,) if setting.small else (256, 64):
         for case in sparse_cases._decode(setting, form, queries):
             if case.op == "sparse_attention_fp8_decode" and case.impl != "triton":
-                case = dataclasses.replace(case, impl="triton")
-                for group in groups_of(case, kv_cache, DECODES):
-                    yield _more(group, case, queries) if setting.device == "cuda" else group
-
-
-def _more(group: Group, case: Case, queries: int) -> Group:
-    name = case.shape.split()[0]
-    if name == "v4":
-        group = _with_shapes(group, case.ours, SHAPES)
-    if queries != 256:
-        return group
-    more = {}
-    for sizes in PIECES[name]:
-        for shape in (None, Shape(), Shape(batch=2)) if name == "v4" else (None,):
-            for apart in (False, True) if sizes == (132, 124) else (False,):
-                by = "triton" if shape is None else shape_name(shape)
-                label = f"pieces of {sizes}{' apart' if apart else ''}: {by}"
-                more[label] = functools.partial(_in_pieces, case.ours.args, sizes, shape, apart)
-    return dataclasses.replace(group, variants={**group.variants, **more})
+                tried = [*SHAPES, *KEPT] if setting.device == "cuda" else []
+                for group in groups_of(dataclasses.replace(case, impl="triton"), kv_cache, DECODES):
+                    yield _with_shapes(group, case.ours, tried)
 
 
 def shape_name(shape: Shape) -> str:
@@ -92,43 +70,3 @@ def _with_shapes(group: Group, call: Callable[[], Any], shapes: list[Shape]) -> 
 def _by_cuda(shape: Shape, *arguments: Any) -> None:
     *places, _layout = arguments
     gather_v4_fwd(*places, shape)
-
-
-def _in_pieces(
-    arguments: tuple[Any, ...], sizes: tuple[int, ...], shape: Shape | None, apart: bool
-) -> torch.Tensor:
-    """Gather a piece of the queries and attend to it before the next.
-
-    Args:
-        arguments: of the case's call.
-        shape: of the gather in CUDA C++; None is Triton's.
-        apart: whether pieces have rows of their own, instead of the same ones.
-    """
-    from consistent_kernels.sparse_attention.flash_mla import _kernel
-
-    q, cache, positions, batch, sinks, workspace, *_ = arguments
-    requests, table, layout = batch.requests, batch.block_table, workspace.bounds.layout
-    op, count = _kernel()
-    queries, k = positions.shape
-    rows = torch.empty(
-        (queries if apart else max(sizes), k, layout.width), dtype=torch.bfloat16, device=q.device
-    )
-    indices = torch.empty_like(positions)
-    out = q.new_empty((*q.shape[:2], 512))
-    begin = 0
-    for size in sizes:
-        part = slice(begin, begin + size)
-        begin += size
-        piece = rows[part] if apart else rows[:size]
-        if shape is None:
-            gather_kv_fp8(
-                cache, positions[part], requests[part], layout=layout, impl="triton",
-                block_table=table, out=piece, indices=indices[part],
-            )  # fmt: skip
-        else:
-            places = (cache, positions[part], requests[part], table, None)
-            gather_v4_fwd(*places, piece, indices[part], 0, shape)
-        given = (q[part], piece.view(-1, 1, layout.width), indices[part].unsqueeze(1))
-        scale = q.shape[2] ** -0.5
-        op(*(*given, scale, 512, sinks, None, out[part])[:count])
-    return out

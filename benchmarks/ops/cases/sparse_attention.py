@@ -12,7 +12,7 @@ import torch
 from benchmarks.ops.case import Case, Setting
 from benchmarks.ops.relations import check_rows
 from consistent_kernels.blocks.paging import PagedBatch
-from consistent_kernels.blocks.workspace import EntryWorkspace, queries_of_a_wave
+from consistent_kernels.blocks.workspace import EntryWorkspace
 from consistent_kernels.kv_cache_fp8 import (
     V4,
     V32,
@@ -127,8 +127,8 @@ def _forward(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
 def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
     """Every query its own request with a context of 4 k entries in FP8 pages.
 
-    Through a bf16 workspace (gather, then the sparse forward; of many queries in pieces, as a block
-    does it), and straight from the pages.
+    Through a bf16 workspace (gather, then the sparse forward, as a block does it), and straight
+    from the pages.
     """
     q, positions, sinks = _inputs(setting, form, queries)
     context = 4 * form.columns
@@ -142,9 +142,7 @@ def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
     table = torch.arange(queries * pages, dtype=torch.int32, device=setting.device)
     table = table.view(queries, pages)
     requests = torch.arange(queries, dtype=torch.int32, device=setting.device)
-    workspace = EntryWorkspace(
-        form.layout, queries_of_a_wave(form.heads, setting.device), form.columns, setting.device
-    )
+    workspace = EntryWorkspace(form.layout, queries, form.columns, setting.device)
     batch = PagedBatch(requests, requests, requests, table, _PAGE, context)
     for impl in _implementations(setting):
         run = functools.partial(_unified, q, cache, positions, batch, sinks, workspace, impl, other)

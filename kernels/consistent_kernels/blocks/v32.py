@@ -20,7 +20,7 @@ from consistent_kernels.blocks.parameters import (
     V32Parameters,
     v32_weight_shapes,
 )
-from consistent_kernels.blocks.workspace import EntryWorkspace, queries_of_a_wave
+from consistent_kernels.blocks.workspace import EntryWorkspace
 from consistent_kernels.indexer import indexer_scores_paged, quantize_indexer_q
 from consistent_kernels.kv_cache_fp8 import (
     INDEXER,
@@ -113,7 +113,7 @@ class PagedV32Attention:
         blocks: int,
         max_seq_len: int,
         block_size: int = 64,
-        queries: int | None = None,
+        queries: int = 256,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the caches and the workspace.
@@ -124,8 +124,7 @@ class PagedV32Attention:
             blocks, block_size: pages of the caches and tokens of a page.
             max_seq_len: longest context of any batch.
             queries: whose entries the workspace holds at a time; a step of more goes in pieces,
-                which moves no bit. None takes `queries_of_a_wave`. Not used where attention reads
-                the pages ("fp8").
+                which moves no bit. Not used where attention reads the pages ("fp8").
 
         Raises:
             InvalidInputError: a weight is missing, unknown or misshapen.
@@ -145,7 +144,6 @@ class PagedV32Attention:
         self.max_seq_len = max_seq_len
         self.workspace = None
         if programs.read == "workspace":
-            queries = queries or queries_of_a_wave(params.heads, device)
             self.workspace = EntryWorkspace(V32, queries, params.topk, device)
         self.cache = new_cache(blocks, block_size, V32, device)
         self.index_cache = new_cache(blocks, block_size, INDEXER, device)

@@ -21,7 +21,7 @@ from consistent_kernels.blocks.parameters import (
     V4Parameters,
     v4_weight_shapes,
 )
-from consistent_kernels.blocks.workspace import EntryWorkspace, queries_of_a_wave
+from consistent_kernels.blocks.workspace import EntryWorkspace
 from consistent_kernels.compressor import (
     CompressorParameters,
     paged_windows,
@@ -152,7 +152,7 @@ class PagedV4Attention:
         blocks: int,
         max_seq_len: int,
         block_size: int = 64,
-        queries: int | None = None,
+        queries: int = 256,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate caches and workspace; arguments as in `PagedV32Attention`.
@@ -174,7 +174,6 @@ class PagedV4Attention:
         self.workspace = None
         if programs.read == "workspace":
             entries = params.window + (params.most_entries(max_seq_len) if params.ratio > 1 else 0)
-            queries = queries or queries_of_a_wave(params.heads, device)
             self.workspace = EntryWorkspace(V4, queries, entries, device)
         pages = (blocks, block_size, device)
         self.entries = self.index = None

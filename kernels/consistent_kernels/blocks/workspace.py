@@ -14,22 +14,6 @@ Source = tuple[torch.Tensor, torch.Tensor]
 """(cache [blocks, block_size, bytes] uint8, places [T, K] int32 in the request, -1 for none)."""
 
 
-_QUERIES_ON_CPU = 256
-_HEADS_OF_A_BLOCK = 64
-
-
-def queries_of_a_wave(heads: int, device: torch.device | str) -> int:
-    """Return how many queries attention works on at once: a multiprocessor has 64 heads of one.
-
-    The best piece of a step on a GPU: all multiprocessors are busy, and much of what its gather
-    wrote last is still in L2 when its attention begins.
-    """
-    if torch.device(device).type != "cuda":
-        return _QUERIES_ON_CPU
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(multiprocessors // -(-heads // _HEADS_OF_A_BLOCK), 1)
-
-
 class EntryWorkspace:
     """Room for the entries of so many queries; a step of more queries goes through it in pieces.
 

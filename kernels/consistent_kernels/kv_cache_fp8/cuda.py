@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     read: int = 0
     """Loads: 0 plain, 1 without L1, 2 first to leave L2 as well."""
     kept: int = 0
-    """MiB of rows, written last, that stay in L2 when others leave; 0: all alike."""
+    """MiB of rows, written last, that leave L2 last; 0: all alike."""
     grid: int = 0
     """Blocks at most, each of which then gathers several times; 0: as many as there is work."""
     shared: int = 0

@@ -8,8 +8,8 @@
 // Compiled with these defined: BLOCK_SIZE (tokens of a page), PAGED, REQUEST_BYTES and TABLE_BYTES
 // (4 or 8: of an integer), WARPS (of a block), BATCH, ROUNDS (batches of a warp), ORDER (of the
 // blocks: 0 ascending, 1 descending, 2 the last is what the attention reads first), READ (0 plain,
-// 1 no allocation in L1, 2 first to leave L2 as well) and WRITE (0 plain, 1 first to leave L2 but
-// for the last blocks).
+// 1 no allocation in L1, 2 first to leave L2 as well) and WRITE (0 plain, 1 the last blocks' rows
+// leave L2 last).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -53,6 +53,12 @@ __device__ __forceinline__ u64 leave_first() {
     return policy;
 }
 
+__device__ __forceinline__ u64 leave_last() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 __device__ __forceinline__ Two load8(const u8* from, u64 policy) {
     Two got;
     if (READ == 0)
@@ -81,7 +87,7 @@ __device__ __forceinline__ Four load16(const u8* from, u64 policy) {
 }
 
 __device__ __forceinline__ void store16(u8* to, Four row, u64 policy, bool keep) {
-    if (WRITE == 0 || keep)
+    if (!keep)
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                      :: "l"(to), "r"(row.x), "r"(row.y), "r"(row.z), "r"(row.w) : "memory");
     else
@@ -146,7 +152,7 @@ __device__ __forceinline__ u32 first_entry(u32 place, u32 blocks, u32 queries, u
 }
 
 __device__ __forceinline__ void gather(const Arguments& a, u32 begin, u32 lane, u64 policy,
-                                       bool keep) {
+                                       u64 kept_policy, bool keep) {
     // A lane finds one entry: its values, its exponents.
     u32 entry = begin + lane;
     bool inside = lane < WARP_ENTRIES && entry < a.entries;
@@ -203,8 +209,8 @@ __device__ __forceinline__ void gather(const Arguments& a, u32 begin, u32 lane, 
                 tail[i] = row_part({tail[i].x, tail[i].y}, (u32)(word >> 32) >> shift & 0xff);
             if (at < a.entries) {
                 u8* to = a.out + (u64)at * (2 * WIDTH) + 16 * lane;
-                store16(to, first, policy, keep);
-                store16(to + 512, tail[i], policy, keep);
+                store16(to, first, kept_policy, keep);
+                store16(to + 512, tail[i], kept_policy, keep);
             }
         }
     }
@@ -219,9 +225,10 @@ gather_kv_fp8_v4_kernel(const u8* __restrict__ cache, const int* __restrict__ po
     Arguments a = {cache, positions, requests, table, out, indices, table_stride, block_stride,
                    indices_stride, entries, k, first_row};
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u64 policy = READ == 2 || WRITE == 1 ? leave_first() : 0;
+    u64 policy = READ == 2 ? leave_first() : 0, kept_policy = WRITE == 1 ? leave_last() : 0;
     for (u32 place = blockIdx.x; place < blocks; place += gridDim.x) {
         u32 begin = first_entry(place, blocks, queries, k, wave) + warp * WARP_ENTRIES;
-        gather(a, begin, lane, policy, WRITE == 1 && blocks - 1 - place < kept_blocks);
+        bool keep = WRITE == 1 && blocks - 1 - place < kept_blocks;
+        gather(a, begin, lane, policy, kept_policy, keep);
     }
 }

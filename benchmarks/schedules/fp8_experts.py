@@ -20,7 +20,7 @@ from consistent_kernels.fp8_experts.deep_gemm_start import Fp8GroupedGemmShape, 
 
 _SHAPE = (128, 8, 2048, 768)
 _SMALL = (8, 2, 128, 128)
-_TOKENS = (64, 256, 8)
+_TOKENS = (64, 256, 8, 128, 1)
 _COMPILERS = 12
 _COMPILED = (16, 32)
 """Rows of a tile that some variant takes at these numbers of tokens."""
@@ -31,28 +31,26 @@ _MODULES = (grouped, packed)
 _CHOSEN = "packed, as committed"
 
 
-def _tiles(gate_up: int, down: int) -> Values:
-    return {"TILE_COLUMNS": {2 * _SHAPE[3]: gate_up, _SHAPE[2]: down}}
+def _narrow(*_: int) -> int:
+    return grouped.NARROW_TILE
 
 
-_MOST = {"MULTIPROCESSORS": 128}
+def _wide(*_: int) -> int:
+    return grouped.WIDE_TILE
+
+
 VARIANTS: dict[str, Values] = {
     _CHOSEN: {},
-    "dependent": {"DEPENDENT_LAUNCHES": True},
-    "8 warps, 4 groups": {"NUM_WARPS": 8, "GROUPS_PER_PROGRAM": 4},
-    "8 warps": {"NUM_WARPS": 8},
-    "16 groups": {"GROUPS_PER_PROGRAM": 16},
-    "4 groups": {"GROUPS_PER_PROGRAM": 4},
-    "32 rows": {"ALIGNMENTS": (32, 64)},
-    "tiles of 128 and 96": _tiles(128, 96),
-    "tiles of 160 and 80": _tiles(160, 80),
-    "tiles of 112 and 192": _tiles(112, 192),
-    "128 multiprocessors": _MOST,
-    "128 multiprocessors, tiles of 128 and 96": {**_MOST, **_tiles(128, 96)},
+    "narrow tiles": {"tile_columns": _narrow},
+    "wide tiles": {"tile_columns": _wide},
+    "16 warps": {"NUM_WARPS": 16},
+    "16 warps, 16 groups": {"NUM_WARPS": 16, "GROUPS_PER_PROGRAM": 16},
+    "counted before": {"COUNTED_ROWS": 0},
+    "counted before, 4 groups": {"COUNTED_ROWS": 0, "GROUPS_PER_PROGRAM": 4},
+    "counted before, 8 warps": {"COUNTED_ROWS": 0, "SCATTER_WARPS": 8},
+    "counted at once, 16 warps": {"COUNTED_ROWS": 1 << 11, "NUM_WARPS": 16},
 }
 """Constants that differ from the committed ones."""
-_GEMM = {"TILE_COLUMNS", "MULTIPROCESSORS"}
-"""Constants whose kernels are compiled for few rows alone."""
 
 
 def groups(setting: Setting) -> Iterator[Group]:
@@ -79,8 +77,6 @@ def groups(setting: Setting) -> Iterator[Group]:
         variants: dict[str, Callable[[], Any]] = {
             name: functools.partial(_with, values, functools.partial(run, layout="fastest"))
             for name, values in VARIANTS.items()
-            if not _GEMM & values.keys()
-            or packed.alignment_of(tokens * top_k, experts) == _COMPILED[0]
         }
         yield Group(
             op="fp8_experts",
@@ -112,12 +108,13 @@ def _with(values: Values, call: Callable[[], Any]) -> Any:
 
 def _compile(shapes: tuple[Fp8GroupedGemmShape, ...]) -> None:
     """Compile what the variants need at once, each kernel in a process: each takes seconds."""
-    others = [values for values in VARIANTS.values() if _GEMM & values.keys()]
     jobs: list[tuple[Fp8GroupedGemmShape, Values, int]] = []
     for shape in shapes:
-        jobs += [(shape, {"ALIGNMENTS": (rows,)}, packed.PACKED_ROWS) for rows in _COMPILED]
-        few = {"ALIGNMENTS": _COMPILED[:1]}
-        jobs += [(shape, {**few, **values}, packed.PACKED_ROWS) for values in others]
+        jobs += [
+            (shape, {"ALIGNMENTS": (rows,), "tile_columns": columns}, packed.PACKED_ROWS)
+            for rows in _COMPILED
+            for columns in (_narrow, _wide)
+        ]
         jobs.append((shape, {}, 2 * packed.PACKED_ROWS))
     with multiprocessing.get_context("spawn").Pool(_COMPILERS) as pool:
         pool.starmap(_run_blank, jobs, chunksize=1)

@@ -27,14 +27,15 @@ _NUM_WARPS = 4
 def _expert_places_kernel(
     ids_ptr,  # [rows] int32
     place_ptr,  # [rows], -1 where a row goes nowhere, OVERFLOW where its expert has no place left
-    expert_ptr,  # [places] expert of each place, -1 where none is needed
-    count_ptr,  # [E]
+    expert_ptr,  # [places] expert of each place, -1 where none is needed; unused where PACKED
+    count_ptr,  # [E]; the place behind each expert's last row where PACKED
     rows,
     places,
     capacity,
     E: tl.constexpr,
     BINS: tl.constexpr,
     MASKED: tl.constexpr,
+    PACKED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     OVERFLOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,7 +58,7 @@ def _expert_places_kernel(
     else:
         first = tl.sum(tl.where(bins < expert, aligned, 0), 0)
         end = first + (own + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    tl.store(count_ptr + expert, own)
+    tl.store(count_ptr + expert, first + own if PACKED else own)
     written = 0
     for start in range(0, rows, BLOCK):
         index = start + lane
@@ -69,14 +70,15 @@ def _expert_places_kernel(
         wanted = (mine > 0) | (nowhere & (expert == 0))
         tl.store(place_ptr + index, tl.where(mine > 0, place, -1), mask=wanted & (index < rows))
         written += tl.sum(mine, 0)
-    for start in range(first, end, BLOCK):
-        place = start + lane
-        # An aligned block of places belongs to one expert, the places behind its rows included.
-        used = place < first + (own if MASKED else end - first)
-        tl.store(expert_ptr + place, tl.where(used, expert, -1), mask=place < end)
-    if (expert == E - 1) & (end < places):
-        for start in range(end, places, BLOCK):
-            tl.store(expert_ptr + start + lane, -1, mask=start + lane < places)
+    if not PACKED:
+        for start in range(first, end, BLOCK):
+            place = start + lane
+            # An aligned block of places belongs to one expert, the places behind its rows included.
+            used = place < first + (own if MASKED else end - first)
+            tl.store(expert_ptr + place, tl.where(used, expert, -1), mask=place < end)
+        if (expert == E - 1) & (end < places):
+            for start in range(end, places, BLOCK):
+                tl.store(expert_ptr + start + lane, -1, mask=start + lane < places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +174,36 @@ def expert_places(ids: torch.Tensor, num_experts: int, *, masked: bool) -> Place
         E=num_experts,
         BINS=triton.next_power_of_2(num_experts + 1),
         MASKED=masked,
+        PACKED=False,
         ALIGNMENT=PLACE_ALIGNMENT,
         OVERFLOW=NO_PLACE_LEFT,
         BLOCK=_SORT_BLOCK,
         num_warps=_NUM_WARPS,
     )
     return places
+
+
+def place_packed(ids: torch.Tensor, places: PackedPlaces) -> None:
+    """Fill `place` and `end` of packed places, without waiting for the device.
+
+    Args:
+        ids: as in `expert_places`.
+    """
+    num_experts = places.end.numel()
+    _expert_places_kernel[(num_experts,)](
+        ids,
+        places.place,
+        places.place,
+        places.end,
+        ids.numel(),
+        places.size,
+        0,
+        E=num_experts,
+        BINS=triton.next_power_of_2(num_experts + 1),
+        MASKED=False,
+        PACKED=True,
+        ALIGNMENT=places.alignment,
+        OVERFLOW=NO_PLACE_LEFT,
+        BLOCK=_SORT_BLOCK,
+        num_warps=_NUM_WARPS,
+    )

@@ -19,14 +19,9 @@ from consistent_kernels.vendored import deep_gemm
 
 HOPPER = 9
 
-DEPENDENT_LAUNCHES = False
-"""Whether packed GEMMs start before the kernel before them has ended, and wait inside."""
-
-TILE_COLUMNS: dict[int, int] = {}
-"""Columns of a packed tile by columns of the weight, where DeepGEMM does not choose them."""
-
-MULTIPROCESSORS = 0
-"""How many multiprocessors a packed GEMM runs on; 0 for all."""
+NARROW_TILE, WIDE_TILE = 128, 192
+"""Columns of a packed tile: see `tile_columns`. Others are stored through narrower swizzles: at 144
+and 160 columns a layer took longer."""
 
 CONTIGUOUS_ROWS = 16
 """Rows up to which "fastest" is the contiguous layout: its places are as few as their experts,
@@ -54,24 +49,34 @@ def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
     return layout == "masked" or (not few and bf16.is_masked(layout, tokens, experts))
 
 
+def tile_columns(columns: int, rows: int, experts: int) -> int:
+    """Return the columns of a packed tile; no bit depends on it.
+
+    Where the tiles of an expert are even in number, DeepGEMM runs two multiprocessors as a cluster
+    that shares the weights of two row tiles. An expert of one row tile has nothing to share, and
+    the two wait for each other. So tiles are wide where that makes their number odd, unless few
+    rows leave experts empty, and wide tiles multiprocessors idle.
+    """
+    is_odd = -(-columns // WIDE_TILE) % 2 == 1
+    return WIDE_TILE if is_odd and rows >= 2 * experts else NARROW_TILE
+
+
 @contextlib.contextmanager
 def _settings(library: ModuleType, alignment: int, columns: int) -> Iterator[None]:
-    """DeepGEMM keeps these for a process: what another call sees is as before."""
+    """DeepGEMM keeps these for a process: what another call sees is as before.
+
+    Dependent launches (which vLLM turns on) took 2 us more a layer of 64 tokens.
+    """
     before = library.get_mk_alignment_for_contiguous_layout(), library.get_pdl()
-    count = library.get_num_sms()
     library.set_mk_alignment_for_contiguous_layout(alignment)
-    library.set_pdl(DEPENDENT_LAUNCHES)
-    library.set_num_sms(MULTIPROCESSORS or count)
-    if columns:
-        library.set_block_size_multiple_of((1, columns))
+    library.set_pdl(False)
+    library.set_block_size_multiple_of((1, columns))
     try:
         yield
     finally:
         library.set_mk_alignment_for_contiguous_layout(before[0])
         library.set_pdl(before[1])
-        library.set_num_sms(count)
-        if columns:
-            library.set_block_size_multiple_of((1, 1))
+        library.set_block_size_multiple_of((1, 1))
 
 
 def grouped_gemm(
@@ -97,7 +102,7 @@ def grouped_gemm(
     library = deep_gemm()
     if isinstance(places, PackedPlaces):
         alignment = places.alignment
-        with _settings(library, alignment, TILE_COLUMNS.get(columns, 0)):
+        with _settings(library, alignment, tile_columns(columns, places.place.numel(), experts)):
             library.m_grouped_fp8_gemm_nt_contiguous(
                 x,
                 weight,

@@ -12,19 +12,23 @@ import torch
 import triton
 import triton.language as tl
 
-from consistent_kernels.experts.deep_gemm_places import PackedPlaces
+from consistent_kernels.experts.deep_gemm_places import PackedPlaces, place_packed
 from consistent_kernels.fp8_experts.deep_gemm_rows import Quantized, empty_places
 from consistent_kernels.quantization.spec import GROUP
 from consistent_kernels.quantization.triton import quantized_groups
 
 PACKED_ROWS = 2048
-"""Rows (tokens times slots) up to which "fastest" is packed: every program counts all of them."""
+"""Rows (tokens times slots) up to which "fastest" is packed."""
+
+COUNTED_ROWS = 512
+"""Rows up to which every program counts all of them; above it a launch before counts them once."""
 
 ALIGNMENTS = (16, 32, 64)
 """Rows of a tile, the shortest that holds twice the rows of an expert on average."""
 
 GROUPS_PER_PROGRAM = 8
-NUM_WARPS = 16
+NUM_WARPS = 8
+SCATTER_WARPS = 4
 _FEWEST = 128
 
 
@@ -40,6 +44,57 @@ def packed_places(rows: int, num_experts: int) -> int:
     return ((rows - filled) // alignment + filled) * alignment
 
 
+@triton.jit
+def _quantize_token(
+    x_row,  # [K]
+    place,  # [LANES], -1 where a row goes nowhere
+    q_ptr,  # [places, K] bytes
+    s_ptr,  # [GROUPS, places]: column by column
+    places,
+    LANES: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    # A part of a token is quantized once and written to all of its places.
+    groups = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_row + columns, mask=columns < K, other=0.0).to(tl.float32)
+    values, scale = quantized_groups(x, BLOCK, GROUP, UE8M0)
+    line = q_ptr + place.to(tl.int64)[:, None, None] * K + columns[None, :, :]
+    inside = (place >= 0)[:, None, None] & (columns < K)[None, :, :]
+    tl.store(line, tl.broadcast_to(values[None, :, :], (LANES, BLOCK, GROUP)), mask=inside)
+    s_at = s_ptr + groups[None, :].to(tl.int64) * places + place[:, None]
+    s_inside = (place >= 0)[:, None] & (groups < GROUPS)[None, :]
+    tl.store(s_at, tl.broadcast_to(scale[None, :], (LANES, BLOCK)), mask=s_inside)
+
+
+# x_stride is a multiple of 16: it always specializes alike.
+@triton.jit(do_not_specialize=["places"])
+def _quantize_packed_kernel(
+    x_ptr,  # [T, K], row stride x_stride
+    place_ptr,  # [T * SLOTS], -1 where a row goes nowhere
+    q_ptr,
+    s_ptr,
+    x_stride,
+    places,
+    SLOTS: tl.constexpr,
+    LANES: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    token = tl.program_id(0)
+    slot = tl.arange(0, LANES)
+    place = tl.load(place_ptr + token * SLOTS + slot, mask=slot < SLOTS, other=-1)
+    x_row = x_ptr + token.to(tl.int64) * x_stride
+    _quantize_token(x_row, place, q_ptr, s_ptr, places, LANES, K, GROUPS, BLOCK, GROUP, UE8M0)
+
+
 # x_stride is a multiple of 16: it always specializes alike.
 @triton.jit(do_not_specialize=["tokens", "places"])
 def _pack_and_quantize_kernel(
@@ -47,8 +102,8 @@ def _pack_and_quantize_kernel(
     ids_ptr,  # [T * SLOTS]
     place_ptr,  # [T * SLOTS], -1 where a row goes nowhere
     end_ptr,  # [E] place behind an expert's last row
-    q_ptr,  # [places, K] bytes
-    s_ptr,  # [GROUPS, places]: column by column
+    q_ptr,
+    s_ptr,
     x_stride,
     tokens,
     places,
@@ -64,13 +119,8 @@ def _pack_and_quantize_kernel(
     ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    # A program quantizes a part of a token once and writes it to all of its places. It counts the
-    # rows of every expert itself, so none waits for another.
+    # A program counts the rows of every expert itself, so none waits for another.
     token = tl.program_id(0)
-    groups = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x_row = x_ptr + token.to(tl.int64) * x_stride
-    x = tl.load(x_row + columns, mask=columns < K, other=0.0).to(tl.float32)
     row = tl.arange(0, ROWS)
     ids = tl.load(ids_ptr + row, mask=row < tokens * SLOTS, other=-1)
     goes = (ids >= 0) & (ids < E)
@@ -87,17 +137,11 @@ def _pack_and_quantize_kernel(
     first = tl.sum(tl.where(lower, aligned[None, :], 0), 1)
     before = (ids[None, :] == expert[:, None]) & (row[None, :] < own[:, None])
     rank = tl.sum(before.to(tl.int32), 1)
-    has_place = (expert >= 0) & (expert < E)
-    place = tl.where(has_place, first + rank, -1)
+    place = tl.where((expert >= 0) & (expert < E), first + rank, -1)
     if tl.program_id(1) == 0:
         tl.store(place_ptr + own, place, mask=slot < SLOTS)
-    values, scale = quantized_groups(x, BLOCK, GROUP, UE8M0)
-    line = q_ptr + place.to(tl.int64)[:, None, None] * K + columns[None, :, :]
-    inside = has_place[:, None, None] & (columns < K)[None, :, :]
-    tl.store(line, tl.broadcast_to(values[None, :, :], (LANES, BLOCK, GROUP)), mask=inside)
-    s_at = s_ptr + groups[None, :].to(tl.int64) * places + place[:, None]
-    s_inside = has_place[:, None] & (groups < GROUPS)[None, :]
-    tl.store(s_at, tl.broadcast_to(scale[None, :], (LANES, BLOCK)), mask=s_inside)
+    x_row = x_ptr + token.to(tl.int64) * x_stride
+    _quantize_token(x_row, place, q_ptr, s_ptr, places, LANES, K, GROUPS, BLOCK, GROUP, UE8M0)
 
 
 def pack(ids: torch.Tensor, num_experts: int) -> PackedPlaces:
@@ -150,27 +194,37 @@ def pack_and_quantize(
     out = empty_places(places, columns)
     groups = out[1].shape[1]
     block = min(triton.next_power_of_2(groups), GROUPS_PER_PROGRAM)
-    _pack_and_quantize_kernel[(tokens, triton.cdiv(groups, block))](
+    options = {
+        "SLOTS": slots,
+        "LANES": triton.next_power_of_2(slots),
+        "K": columns,
+        "GROUPS": groups,
+        "BLOCK": block,
+        "GROUP": GROUP,
+        "UE8M0": scale_format == "ue8m0",
+    }
+    grid, q = (tokens, triton.cdiv(groups, block)), out[0].view(torch.uint8)
+    if rows > COUNTED_ROWS:
+        place_packed(ids, places)
+        _quantize_packed_kernel[grid](
+            x, place, q, out[1], x.stride(0), places.size, **options, num_warps=SCATTER_WARPS
+        )
+        return out, places
+    _pack_and_quantize_kernel[grid](
         x,
         ids,
         place,
         end,
-        out[0].view(torch.uint8),
+        q,
         out[1],
         x.stride(0),
         tokens,
         places.size,
         E=num_experts,
         BINS=triton.next_power_of_2(num_experts),
-        SLOTS=slots,
-        LANES=triton.next_power_of_2(slots),
-        K=columns,
-        GROUPS=groups,
-        BLOCK=block,
-        GROUP=GROUP,
-        UE8M0=scale_format == "ue8m0",
         ROWS=max(triton.next_power_of_2(rows), _FEWEST),
         ALIGNMENT=alignment,
+        **options,
         num_warps=NUM_WARPS,
     )
     return out, places

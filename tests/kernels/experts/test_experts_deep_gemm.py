@@ -182,6 +182,7 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "E": 128,
                 "BINS": 256,
                 "MASKED": True,
+                "PACKED": False,
                 "ALIGNMENT": 128,
                 "OVERFLOW": -2,
                 "BLOCK": 1024,

@@ -24,7 +24,7 @@ import interpreted_fp8
 import torch
 from fp8_expert_places import EXPERTS, SLOTS, expert_of_places, operands, stand_in_gemm
 from consistent_kernels import deep_gemm_start as start
-from consistent_kernels.fp8_experts import deep_gemm, deep_gemm_start
+from consistent_kernels.fp8_experts import deep_gemm, deep_gemm_packed, deep_gemm_start
 from consistent_kernels.experts.deep_gemm_places import PackedPlaces, expert_places
 from consistent_kernels.experts.reference import combine_ref
 from consistent_kernels.fp8_linear.reference import fp8_gemm_ref
@@ -141,21 +141,23 @@ for fmt, wide in (
 ):
     x = hazard_activations((wide.shape[0], 640), seed=4)
     places = deep_gemm_start.pack(wide, EXPERTS)
-    rows, found = deep_gemm.pack_and_quantize(x, wide, EXPERTS, fmt)
-    assert (found.size, found.alignment) == (places.size, places.alignment)
-    for name in ("place", "end"):
-        assert_bitwise_equal(getattr(found, name), getattr(places, name), name)
+    values, scale = quantize_rows_fwd(x.repeat_interleave(wide.shape[1], 0), fmt, False)
+    kept = places.place >= 0
+    # Counted in a launch before, or by every program.
+    for deep_gemm_packed.COUNTED_ROWS in (0, 512):
+        rows, found = deep_gemm.pack_and_quantize(x, wide, EXPERTS, fmt)
+        assert (found.size, found.alignment) == (places.size, places.alignment)
+        for name in ("place", "end"):
+            assert_bitwise_equal(getattr(found, name), getattr(places, name), name)
+        used = places.place[kept].long()
+        assert_bitwise_equal(rows[0].view(torch.uint8)[used], values.view(torch.uint8)[kept])
+        assert_bitwise_equal(rows[1][used], scale[kept])
     of_place, flat = expert_of_places(places), wide.view(-1)
-    used = places.place[places.place >= 0].long()
     assert len(set(used.tolist())) == len(used) == int(((flat >= 0) & (flat < EXPERTS)).sum())
     assert of_place[used].tolist() == flat[places.place >= 0].tolist()
     for expert in range(EXPERTS):
         mine = places.place[flat == expert].tolist()
         assert mine == sorted(mine) and mine[:1] != [-1]
-    values, scale = quantize_rows_fwd(x.repeat_interleave(wide.shape[1], 0), fmt, False)
-    kept = places.place >= 0
-    assert_bitwise_equal(rows[0].view(torch.uint8)[used], values.view(torch.uint8)[kept])
-    assert_bitwise_equal(rows[1][used], scale[kept])
 print("done")
 """
 
@@ -186,7 +188,8 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "E": 6,
                 "BINS": 8,
                 "MASKED": False,
-                "ALIGNMENT": 128,
+                "PACKED": True,
+                "ALIGNMENT": 16,
                 "OVERFLOW": -2,
                 "BLOCK": 1024,
             },
@@ -236,6 +239,18 @@ def test_kernels_around_deep_gemm_cross_compile(arch: int) -> None:
                 "ALIGNMENT": 128,
                 **groups,
             },
+        ),
+        cross_compile(
+            deep_gemm_packed._quantize_packed_kernel,
+            arch=arch,
+            signature={
+                "x_ptr": "*bf16",
+                "place_ptr": "*i32",
+                "q_ptr": "*u8",
+                "s_ptr": "*fp32",
+                **dict.fromkeys(("x_stride", "places"), "i32"),
+            },
+            constexprs={"SLOTS": 2, "LANES": 2, "K": 512, "UE8M0": True, **groups},
         ),
         cross_compile(
             deep_gemm_packed._pack_and_quantize_kernel,

@@ -12,7 +12,7 @@ from consistent_kernels.deep_gemm_start import parts
 from consistent_kernels.experts import deep_gemm_grouped as bf16
 from consistent_kernels.experts.deep_gemm_grouped import MASKED_HINT
 from consistent_kernels.experts.deep_gemm_places import AnyPlaces, PackedPlaces
-from consistent_kernels.fp8_experts.deep_gemm_packed import PACKED_ROWS
+from consistent_kernels.fp8_experts.deep_gemm_packed import ALIGNMENTS, PACKED_ROWS
 from consistent_kernels.fp8_experts.deep_gemm_rows import Quantized
 from consistent_kernels.quantization import tma_aligned_scales
 from consistent_kernels.vendored import deep_gemm
@@ -31,9 +31,11 @@ while the masked one has places of every expert."""
 def is_packed(layout: str, rows: int, device: torch.device) -> bool:
     """Return whether rows (tokens times slots) stand as `pack_and_quantize` puts them.
 
-    That is what "fastest" is on Hopper, for few rows.
+    That is what "fastest" is on Hopper, for few rows but not for very few: DeepGEMM chooses the
+    contiguous tile by how many there are (H200, 8 rows: 37 us a layer and 47).
     """
-    if layout != "fastest" or rows > PACKED_ROWS or device.type != "cuda":
+    few = CONTIGUOUS_ROWS < rows <= PACKED_ROWS
+    if layout != "fastest" or not few or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
@@ -50,13 +52,15 @@ def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
 
 
 def tile_columns(columns: int, rows: int, experts: int) -> int:
-    """Return the columns of a packed tile; no bit depends on it.
+    """Return the columns of a packed tile, or 0 for DeepGEMM's choice; no bit depends on it.
 
     Where the tiles of an expert are even in number, DeepGEMM runs two multiprocessors as a cluster
     that shares the weights of two row tiles. An expert of one row tile has nothing to share, and
     the two wait for each other. So tiles are wide where that makes their number odd, unless few
     rows leave experts empty, and wide tiles multiprocessors idle.
     """
+    if 2 * rows > ALIGNMENTS[-2] * experts:
+        return 0  # experts fill tiles of the most rows
     is_odd = -(-columns // WIDE_TILE) % 2 == 1
     return WIDE_TILE if is_odd and rows >= 2 * experts else NARROW_TILE
 
@@ -70,13 +74,15 @@ def _settings(library: ModuleType, alignment: int, columns: int) -> Iterator[Non
     before = library.get_mk_alignment_for_contiguous_layout(), library.get_pdl()
     library.set_mk_alignment_for_contiguous_layout(alignment)
     library.set_pdl(False)
-    library.set_block_size_multiple_of((1, columns))
+    if columns:
+        library.set_block_size_multiple_of((1, columns))
     try:
         yield
     finally:
         library.set_mk_alignment_for_contiguous_layout(before[0])
         library.set_pdl(before[1])
-        library.set_block_size_multiple_of((1, 1))
+        if columns:
+            library.set_block_size_multiple_of((1, 1))
 
 
 def grouped_gemm(

@@ -138,11 +138,11 @@ class TrainableBlockOps(BlockOps):
             more = (None, None) if extra is None else extra
             return _sparse_attention_fp8(
                 q, kv, indices, *more, values, scale, layout, self.programs.attention,
-                self.programs.other, self.backward,
+                self.programs.kv_cache, self.backward,
             )  # fmt: skip
-        rows = _kv_cache_fp8(kv, layout, self.programs.other)
+        rows = _kv_cache_fp8(kv, layout, self.programs.kv_cache)
         if extra is not None:
-            behind = _kv_cache_fp8(extra[0], layout, self.programs.other)
+            behind = _kv_cache_fp8(extra[0], layout, self.programs.kv_cache)
             more = torch.where(extra[1] >= 0, extra[1] + len(rows), -1)
             rows, indices = torch.cat((rows, behind)), torch.cat((indices, more), dim=1)
         return self.sparse_attention(q, rows, indices, scale, LATENT, sinks)

@@ -68,7 +68,7 @@ class PackedV32Attention(PackedAttention):
     ) -> torch.Tensor:
         plain = BlockOps(ops.weights, self.programs)
         index = project_index(plain, self.params, hidden, compressed_q, sequences.positions)
-        keys, scale = index_keys(index.k, self.programs.other)
+        keys, scale = index_keys(index.k, self.programs.kv_cache)
         ends = sequences.starts + sequences.positions + 1
         scores = indexer_scores(
             index.q, index.weights, keys, scale, sequences.starts, ends, impl=self.programs.indexer

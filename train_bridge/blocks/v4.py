@@ -85,7 +85,7 @@ class PackedV4Attention(PackedAttention):
         state = ops.compressor_state(kv_score, "index_compress", positions)
         k = ops.compress(state, "index_compress", state_rows, first, params.index_rope, compressor)
         q, folded = project_index_queries(ops, params, hidden, compressed_q, positions)
-        keys, scale = index_keys(k, programs.other)
+        keys, scale = index_keys(k, programs.kv_cache)
         ends = own + count
         scores = indexer_scores(q, folded, keys, scale, own, ends, impl=programs.indexer)
         return sparse_topk(scores, own, ends, params.topk, impl=programs.topk)

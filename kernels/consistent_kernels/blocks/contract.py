@@ -52,6 +52,7 @@ def _program(op: str, programs: BlockPrograms) -> Program:
         "linear": programs.linear,
         "grouped_linear": programs.grouped_linear,
         "indexer": programs.indexer,
+        "kv_cache_fp8": programs.kv_cache,
         "sparse_attention": programs.attention,
         "sparse_topk": programs.topk,
     }

@@ -29,6 +29,7 @@ class BlockPrograms:
             pages). Two programs; both sides take the same one.
         topk: of `sparse_topk`, whose programs share all bits.
         other: of everything else ("reference" or "triton").
+        kv: of `kv_cache_fp8`, whose programs share all bits; None is the one of `other`.
         grouped: of `grouped_linear`; None is the one of `other`.
     """
 
@@ -39,6 +40,7 @@ class BlockPrograms:
     topk: str = "reference"
     other: str = "reference"
     grouped: str | None = None
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         if self.read not in READS:
@@ -48,6 +50,11 @@ class BlockPrograms:
     def grouped_linear(self) -> str:
         """The implementation of `grouped_linear`."""
         return self.other if self.grouped is None else self.grouped
+
+    @property
+    def kv_cache(self) -> str:
+        """The implementation of `kv_cache_fp8`."""
+        return self.other if self.kv is None else self.kv
 
 
 def _check_sizes(params: V32Parameters | V4Parameters, positive: tuple[str, ...]) -> None:

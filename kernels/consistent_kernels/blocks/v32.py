@@ -165,11 +165,11 @@ class PagedV32Attention:
             "PagedV32Attention", hidden, self.params.hidden, self.ops.dtype, self.cache.shape[1],
             self.max_seq_len,
         )  # fmt: skip
-        params, other = self.params, self.ops.programs.other
+        params, kv = self.params, self.ops.programs.kv_cache
         projected = project(self.ops, params, hidden, batch.positions)
         index = project_index(self.ops, params, hidden, projected.compressed_q, batch.positions)
-        write_kv_fp8(projected.entry, self.cache, batch.slots, layout=V32, impl=other)
-        write_kv_fp8(index.k, self.index_cache, batch.slots, layout=INDEXER, impl=other)
+        write_kv_fp8(projected.entry, self.cache, batch.slots, layout=V32, impl=kv)
+        write_kv_fp8(index.k, self.index_cache, batch.slots, layout=INDEXER, impl=kv)
         seen = (batch.positions + 1).to(torch.int32)
         scores = indexer_scores_paged(
             index.q, index.weights, self.index_cache, batch.block_table, batch.requests, seen,
@@ -191,7 +191,7 @@ class PagedV32Attention:
             query,
             [(self.cache, selected)],
             batch,
-            self.ops.programs.other,
+            self.ops.programs.kv_cache,
             lambda *piece, out: self.ops.sparse_attention(*piece, scale, LATENT, None, out),
             LATENT,
         )

@@ -190,9 +190,11 @@ class PagedV4Attention:
             "PagedV4Attention", hidden, self.params.hidden, self.ops.dtype, self.cache.shape[1],
             self.max_seq_len,
         )  # fmt: skip
-        ops, params, other = self.ops, self.params, self.ops.programs.other
+        ops, params = self.ops, self.params
         projected = project(ops, params, hidden, batch.positions)
-        write_kv_fp8(projected.entry, self.cache, batch.slots, layout=V4, impl=other)
+        write_kv_fp8(
+            projected.entry, self.cache, batch.slots, layout=V4, impl=ops.programs.kv_cache
+        )
         for compressor in (self.entries, self.index):
             if compressor is not None:
                 compressor.step(ops, params, hidden, batch)
@@ -221,7 +223,7 @@ class PagedV4Attention:
             query,
             sources,
             batch,
-            self.ops.programs.other,
+            self.ops.programs.kv_cache,
             lambda *piece, out: self.ops.sparse_attention(
                 *piece, self.params.scale, LATENT, "sinks", out
             ),

@@ -7,7 +7,13 @@ import torch
 from consistent_kernels.counters import count
 from consistent_kernels.devices import require_cuda, require_device
 from consistent_kernels.errors import UnsupportedError, invalid, require_implementation
-from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, INDEXER, LAYOUTS, KVLayout
+from consistent_kernels.kv_cache_fp8.layout import (
+    BLOCK_ALIGNMENT,
+    INDEXER,
+    LAYOUTS,
+    V4,
+    KVLayout,
+)
 from consistent_kernels.kv_cache_fp8.reference import (
     gather_kv_fp8_ref,
     physical_slots,
@@ -74,9 +80,13 @@ def _gather_kv_fp8(
     require_cuda("gather_kv_fp8", impl, cache)
     from consistent_kernels.kv_cache_fp8.triton import gather_kv_fp8_fwd
 
-    gather_kv_fp8_fwd(
-        cache, positions, requests, block_table, starts, out, indices, first_row, LAYOUTS[layout]
-    )
+    arguments = (cache, positions, requests, block_table, starts, out, indices, first_row)
+    if impl == "cuda" and layout == V4.name:
+        from consistent_kernels.kv_cache_fp8.cuda import gather_v4_fwd
+
+        gather_v4_fwd(*arguments)
+    else:
+        gather_kv_fp8_fwd(*arguments, LAYOUTS[layout])
 
 
 def _check_below(op: str, name: str, index: torch.Tensor, bound: int) -> None:
@@ -186,7 +196,7 @@ def write_kv_fp8(
         cache: [blocks, block_size, token_bytes] uint8; blocks may be padded.
         slot_mapping: [T] int32 or int64, block * block_size + offset, or -1.
         layout: V32, V4 or INDEXER.
-        impl: "reference" (any device) or "triton" (CUDA); the same bytes.
+        impl: "reference" (any device), "triton" or "cuda" (CUDA; Triton's write); the same bytes.
         scale_format: None for the layout's own; INDEXER takes "fp32" or "ue8m0" (the model's
             `scale_fmt`) and defaults to "ue8m0".
 
@@ -246,7 +256,7 @@ def gather_kv_fp8(
         positions: [R, K] int32, inside the request; negative ones read nothing.
         requests: [R] int32, each row's request.
         layout: V32, V4 or INDEXER.
-        impl: "reference" or "triton"; the same bits.
+        impl: "reference", "triton" or "cuda" (V4 in CUDA C++, the others in Triton); the same bits.
         block_table: [B, max blocks] int32 of paged requests; entries that no position needs may
             hold anything.
         starts: [B], instead of a block table: first slot of each request in a contiguous cache.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from consistent_kernels.kv_cache_fp8.layout import V4
+from consistent_kernels.kv_cache_fp8.triton import check_alignment
 from consistent_kernels.nvrtc import launch_cuda
 
 
@@ -36,6 +37,10 @@ class Shape(NamedTuple):
     """Bytes of shared memory of a block, which keep others from its multiprocessor."""
 
 
+SHAPE = Shape()
+"""What `benchmarks.schedules` found fastest before the attention of 256 queries."""
+
+
 def gather_v4_fwd(
     cache: torch.Tensor,
     positions: torch.Tensor,
@@ -45,9 +50,11 @@ def gather_v4_fwd(
     out: torch.Tensor,
     indices: torch.Tensor | None,
     first_row: int,
-    shape: Shape,
+    shape: Shape | None = None,
 ) -> None:
     """Launch the kernel; arguments as `kv_cache_fp8.triton.gather_kv_fp8_fwd`, layout V4."""
+    check_alignment("gather_kv_fp8", cache)
+    shape = shape or SHAPE
     entries = positions.numel()
     if not entries:
         return

@@ -46,12 +46,18 @@ SPEC = OpSpec(
     },
 )
 
-_FILES = {"reference": ("reference.py", "layout.py"), "triton": ("triton.py", "layout.py")}
+_FILES = {
+    "reference": ("reference.py", "layout.py"),
+    "triton": ("triton.py", "layout.py"),
+    "cuda": ("cuda.py", "gather.cu", "triton.py", "layout.py"),
+}
+_SHARED = {"cuda": ("nvrtc.py",)}
 
 IMPLEMENTATIONS = tuple(_FILES)
 
 
 def program(impl: str) -> Program:
-    """Return the program of `impl` ("reference" or "triton"); both give the same bits."""
-    source = source_sha256("kv_cache_fp8", "spec.py", *_FILES[impl])
+    """Return the program of `impl` ("reference", "triton", "cuda"); all give the same bits."""
+    shared = _SHARED.get(impl, ())
+    source = source_sha256("kv_cache_fp8", "spec.py", *_FILES[impl], shared=shared)
     return Program(impl, source, {"division": "ieee", "contraction": False})

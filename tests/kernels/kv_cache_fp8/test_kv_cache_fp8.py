@@ -327,8 +327,8 @@ def test_kv_cache_fp8_rejects_bad_inputs() -> None:
         write_kv_fp8(kv, cache, slots.float(), layout=V32, impl="reference")
     with pytest.raises(UnsupportedError, match="scale_format 'ue8m0' for v32"):
         write_kv_fp8(kv, cache, slots, layout=V32, impl="reference", scale_format="ue8m0")
-    with pytest.raises(UnsupportedError, match="supported: reference, triton"):
-        write_kv_fp8(kv, cache, slots, layout=V32, impl="cuda")
+    with pytest.raises(UnsupportedError, match="supported: reference, triton, cuda"):
+        write_kv_fp8(kv, cache, slots, layout=V32, impl="flash_mla")
     with pytest.raises(InvalidInputError, match="blocks a multiple of 16 bytes apart"):
         write_kv_fp8(
             torch.zeros(2, 128, dtype=torch.bfloat16),

@@ -191,7 +191,9 @@ def router_bwd(
     _require(op, "grad_weights", grad_weights, shape, (torch.float32,), device)
     if device.type == "cpu" and not torch.compiler.is_compiling():
         _require_experts(op, "ids", ids, logits.shape[1], lowest=-1)
-    return router_bwd_ref(grad_weights, logits, ids, parameters)
+    # On a GPU the order of PyTorch's sums follows the layout.
+    packed = (tensor.contiguous() for tensor in (grad_weights, logits, ids))
+    return router_bwd_ref(*packed, parameters)
 
 
 def hash_expert_ids(

@@ -115,13 +115,13 @@ WORKS = (
     Work("qwen3_0_6b.1", "Qwen3-0.6B shape, 1 request x 256 tokens", "qwen3_0_6b", 1, (392, 392),
          256, top_up=32, aim=0.97),
     Work("qwen3_30b_a3b.256", "Qwen3-30B-A3B shape, 8 layers, 256 requests x 256 tokens",
-         "qwen3_30b_a3b", 256, _MIXED, 256),
+         "qwen3_30b_a3b", 256, _MIXED, 256, aim=0.95),
     Work("qwen3_30b_a3b.64", "Qwen3-30B-A3B shape, 8 layers, 64 requests x 256 tokens",
-         "qwen3_30b_a3b", 64, _MIXED, 256),
+         "qwen3_30b_a3b", 64, _MIXED, 256, aim=0.95),
     Work("qwen3_30b_a3b_fp8.256", "Qwen3-30B-A3B shape in block FP8, 8 layers, 256 requests x 256 "
-         "tokens", "qwen3_30b_a3b_fp8", 256, _MIXED, 256),
+         "tokens", "qwen3_30b_a3b_fp8", 256, _MIXED, 256, aim=0.95),
     Work("qwen3_30b_a3b_fp8.64", "Qwen3-30B-A3B shape in block FP8, 8 layers, 64 requests x 256 "
-         "tokens", "qwen3_30b_a3b_fp8", 64, _MIXED, 256),
+         "tokens", "qwen3_30b_a3b_fp8", 64, _MIXED, 256, aim=0.95),
     Work("smollm2.256", "SmolLM2-135M real weights, 256 requests x 256 tokens, mixed prompts",
          "smollm2", 256, (64, 777), 256, aim=0.95),
 )  # fmt: skip

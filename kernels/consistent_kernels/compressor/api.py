@@ -277,6 +277,7 @@ def compressor_state_bwd(
         raise invalid(op, "ratio", "at least 1", ratio)
     width = grad_state.shape[1] // 2
     place = torch.nn.functional.one_hot(positions.long() % ratio, ratio).to(grad_state.dtype)
+    grad_state = grad_state.contiguous()
     # A product with a 0-1 matrix: an order that does not follow the scheduling of atomics.
     return grad_state, place.t() @ grad_state[:, width:]
 
@@ -430,4 +431,6 @@ def compress_bwd(
     tables = rope_tables(rope.key, state.device)
     if impl == "reference":
         _check_entry_range("compress_bwd", state, rows, positions, tables[0].shape[0])
-    return compress_bwd_ref(grad_entries, state, rows, positions, weight, *tables, params)
+    return compress_bwd_ref(
+        grad_entries.contiguous(), state, rows, positions, weight, *tables, params
+    )

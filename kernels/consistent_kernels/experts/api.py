@@ -359,6 +359,7 @@ def experts_bwd(
     _validate_ids(op, topk_ids, x.shape[0], x.device)
     validate_slots(op, topk_ids, topk_weights)
     validate_backward(op, grad_out, x, topk_ids, w2.shape[0], limit)
+    grad_out, x, topk_weights = (each.contiguous() for each in (grad_out, x, topk_weights))
     grads = experts_bwd_ref(grad_out, x, w13, w2, topk_ids, topk_weights, limit, needs)
     grad_x = None if grads[0] is None else grads[0].to(grad_x_dtype or x.dtype)
     return grad_x, *grads[1:]

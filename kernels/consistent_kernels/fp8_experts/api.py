@@ -353,6 +353,7 @@ def fp8_experts_bwd(
     _validate(op, x, w13, w2, topk_ids, scale_format, impl)
     validate_slots(op, topk_ids, topk_weights)
     validate_backward(op, grad_out, x, topk_ids, w2.values.shape[0], limit)
+    grad_out, x, topk_weights = (each.contiguous() for each in (grad_out, x, topk_weights))
     grads = fp8_experts_bwd_ref(
         grad_out,
         x,

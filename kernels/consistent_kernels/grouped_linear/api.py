@@ -109,7 +109,7 @@ def grouped_linear_bwd(
         given = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
         raise invalid("grouped_linear_bwd", "grad_y", f"floats of shape {expected}", given)
     require_device("grouped_linear_bwd", x.device, grad_y=grad_y)
-    g, rows = grad_y.transpose(0, 1), x.transpose(0, 1)
+    g, rows = grad_y.contiguous().transpose(0, 1), x.transpose(0, 1)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and grad_y.dtype == x.dtype:
         grad_x = torch.bmm(g, weight)
         grad_weight = torch.bmm(g.transpose(1, 2), rows, out_dtype=torch.float32)

@@ -297,7 +297,7 @@ def hc_pre_bwd(
     _check_grad("hc_pre_bwd", "grad_input", grad_input, (tokens, hidden), x.device)
     _check_grad("hc_pre_bwd", "grad_post", grad_post, (tokens, streams), x.device)
     _check_grad("hc_pre_bwd", "grad_comb", grad_comb, (tokens, streams, streams), x.device)
-    grads = (grad_input, grad_post, grad_comb)
+    grads = (grad.contiguous() for grad in (grad_input, grad_post, grad_comb))
     return hc_pre_bwd_ref(*grads, x, fn, scale, base, norm_eps, eps, iterations, post_multiplier)
 
 
@@ -315,7 +315,7 @@ def hc_head_bwd(
     """Gradients of `hc_head`: (grad_x, grad_fn, grad_scale, grad_base), as `hc_pre_bwd`."""
     _check_maps("hc_head_bwd", x, fn, scale, base, impl, head=True)
     _check_grad("hc_head_bwd", "grad_out", grad_out, (x.shape[0], x.shape[2]), x.device)
-    return hc_head_bwd_ref(grad_out, x, fn, scale, base, norm_eps, eps)
+    return hc_head_bwd_ref(grad_out.contiguous(), x, fn, scale, base, norm_eps, eps)
 
 
 def hc_post_bwd(
@@ -330,4 +330,4 @@ def hc_post_bwd(
     """Gradients of `hc_post`: (grad_y, grad_x, grad_post fp32, grad_comb fp32)."""
     _check_post("hc_post_bwd", y, x, post, comb, impl)
     _check_grad("hc_post_bwd", "grad_out", grad_out, tuple(x.shape), x.device)
-    return hc_post_bwd_ref(grad_out, y, x, post, comb)
+    return hc_post_bwd_ref(grad_out.contiguous(), y, x, post, comb)

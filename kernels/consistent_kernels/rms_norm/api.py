@@ -186,4 +186,4 @@ def rms_norm_bwd(
         rows = None if grad_sum is None else _rows(grad_sum)
         grad_x, grad_weight = triton_bwd.rms_norm_bwd(_rows(grad_y), _rows(x), weight, eps, rows)
         return grad_x.view(x.shape), grad_weight
-    return rms_norm_bwd_ref(grad_y, x, weight, eps, grad_sum)
+    return rms_norm_bwd_ref(grad_y.contiguous(), x, weight, eps, grad_sum)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from expert_cases import Shape, masters, prepared, routing, tokens
 from router_cases import case as router_case
+from strided_cases import Place, packed, strided, turned
 
 import train_bridge.functions
 from consistent_kernels.compressor import CompressorParameters, packed_windows
@@ -46,7 +47,8 @@ from train_bridge.functions import (
 from train_bridge.functions import linear as linear_function
 from train_bridge.functions.ambient import OpFunction
 
-Call = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
+Call = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Gives the differentiable results of a Function, and its leaves."""
 SHAPE = Shape(3, 2, 128, 128)
 ROPE = RopeParameters(head_dim=128, rotary_dim=64, theta=1e4, max_position=64)
 WINDOW = CompressorParameters(4, True, 128, 1e-6)
@@ -70,7 +72,7 @@ def fp32(*shape: int, seed: int) -> torch.Tensor:
 
 
 def calls() -> dict[str, Call]:
-    """Return {Function: call}; a call gives a differentiable result and its leaves."""
+    """Return {Function: call}."""
 
     def leaves(*values: torch.Tensor) -> list[torch.Tensor]:
         return [value.clone().requires_grad_() for value in values]
@@ -98,12 +100,11 @@ def calls() -> dict[str, Call]:
     ref = "reference"
 
     def of(function: type, tensors: tuple, build: Callable[..., tuple]) -> Call:
-        def call() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        def call() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             given = leaves(*tensors)
             result = function.apply(*build(*given))
             parts = result if isinstance(result, tuple) else (result,)
-            floats = [part.float().flatten() for part in parts if part.requires_grad]
-            return torch.cat(floats), given
+            return [part for part in parts if part.requires_grad], given
 
         return call
 
@@ -176,10 +177,11 @@ def calls() -> dict[str, Call]:
     return {function.__name__: of(function, *given) for function, given in found.items()}
 
 
-def train(call: Call) -> list[torch.Tensor]:
-    result, leaves = call()
-    result.backward(hazard_activations(tuple(result.shape), seed=30, dtype=torch.float32))
-    return [result.detach(), *(leaf.grad for leaf in leaves)]
+def train(call: Call, place: Place = packed) -> list[torch.Tensor]:
+    results, leaves = call()
+    grads = [hazard_activations(tuple(x.shape), seed=30, dtype=x.dtype) for x in results]
+    torch.autograd.backward(results, [place(grad) for grad in grads])
+    return [*(x.detach() for x in results), *(leaf.grad for leaf in leaves)]
 
 
 CALLS = calls()
@@ -195,9 +197,18 @@ def test_functions_ignore_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("place", [strided, turned])
+def test_functions_ignore_where_a_gradient_lies(name: str, place: Place) -> None:
+    """Autograd hands over views of any strides."""
+    for ours, plain in zip(train(CALLS[name], place), train(CALLS[name]), strict=True):
+        assert_bitwise_equal(ours, plain)
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_functions_refuse_a_second_backward(name: str) -> None:
-    result, leaves = CALLS[name]()
-    grads = torch.autograd.grad(result.square().sum(), leaves, create_graph=True)
+    results, leaves = CALLS[name]()
+    loss = sum(result.float().square().sum() for result in results)
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sum(grad.float().square().sum() for grad in grads).backward()
 

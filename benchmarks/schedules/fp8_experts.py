@@ -20,12 +20,10 @@ from consistent_kernels.fp8_experts.deep_gemm_start import Fp8GroupedGemmShape, 
 
 _SHAPE = (128, 8, 2048, 768)
 _SMALL = (8, 2, 128, 128)
-_TOKENS = (64, 256, 8, 128, 4096)
+_TOKENS = (64, 256, 8, 128)
 _COMPILERS = 12
 _COMPILED = (16, 32)
 """Rows of a tile that some variant takes at few tokens."""
-_MANY = {"PACKED_ROWS": 1 << 20}
-"""Packed whatever the number of tokens."""
 _FORMAT = "fp32"
 
 Values = Mapping[str, Any]
@@ -62,7 +60,7 @@ def groups(setting: Setting) -> Iterator[Group]:
     counts = _TOKENS if on_cuda else (5,)
     rows = max(counts)
     if on_cuda:
-        _compile(layer_shapes(experts, hidden, width, 4 * packed.PACKED_ROWS, _FORMAT))
+        _compile(layer_shapes(experts, hidden, width, 2 * packed.PACKED_ROWS, _FORMAT))
     x = setting.hazards(rows, hidden, seed=1)
     options = {"scale_format": _FORMAT, "impl": "deep_gemm" if on_cuda else "reference"}
     w13 = quantize_expert_weight(
@@ -80,10 +78,6 @@ def groups(setting: Setting) -> Iterator[Group]:
             name: functools.partial(_with, values, functools.partial(run, layout="fastest"))
             for name, values in VARIANTS.items()
         }
-        if tokens * top_k > packed.PACKED_ROWS:
-            variants = {
-                _CHOSEN: functools.partial(_with, _MANY, functools.partial(run, layout="fastest"))
-            }
         yield Group(
             op="fp8_experts",
             shape=f"M={tokens} E={experts} K={top_k} H={hidden} I={width} {_FORMAT}, layout",
@@ -122,7 +116,6 @@ def _compile(shapes: tuple[Fp8GroupedGemmShape, ...]) -> None:
             for columns in (_narrow, _wide)
         ]
         jobs.append((shape, {}, 2 * packed.PACKED_ROWS))
-        jobs.append((shape, _MANY, 4 * packed.PACKED_ROWS))
     with multiprocessing.get_context("spawn").Pool(_COMPILERS) as pool:
         pool.starmap(_run_blank, jobs, chunksize=1)
 

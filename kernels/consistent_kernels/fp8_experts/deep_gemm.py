@@ -114,7 +114,7 @@ def _outputs_in_places(
     flat = aligned(ids.int().contiguous())
     experts, few = w2[0].shape[0], ids.numel() <= FUSED_ROWS
 
-    if is_packed(layout, ids.numel(), x.device):
+    if is_packed(layout, ids.numel(), experts, x.device):
         rows, packed = pack_and_quantize(aligned_rows(x), flat, experts, scale_format)
         return _through_both(rows, w13, w2, packed, scale_format, limit), packed
     masked = is_masked(layout, tokens, slots, experts)

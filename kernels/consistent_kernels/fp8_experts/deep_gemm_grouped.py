@@ -28,14 +28,15 @@ CONTIGUOUS_ROWS = 16
 while the masked one has places of every expert."""
 
 
-def is_packed(layout: str, rows: int, device: torch.device) -> bool:
+def is_packed(layout: str, rows: int, experts: int, device: torch.device) -> bool:
     """Return whether rows (tokens times slots) stand as `pack_and_quantize` puts them.
 
-    That is what "fastest" is on Hopper, for few rows but not for very few: DeepGEMM chooses the
-    contiguous tile by how many there are (H200, 8 rows: 37 us a layer and 47).
+    That is what "fastest" is on Hopper for few rows: an H200 takes 181 and 198 us for the layer of
+    Qwen3-30B-A3B at 64 and 256 tokens (masked 195 and 211). For very few DeepGEMM chooses the
+    contiguous tile by how many there are (8 rows: 37 us, 46 packed).
     """
-    few = CONTIGUOUS_ROWS < rows <= PACKED_ROWS
-    if layout != "fastest" or not few or device.type != "cuda":
+    most = min(PACKED_ROWS, ALIGNMENTS[-1] // 2 * experts)
+    if layout != "fastest" or not CONTIGUOUS_ROWS < rows <= most or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
@@ -43,24 +44,22 @@ def is_packed(layout: str, rows: int, device: torch.device) -> bool:
 def is_masked(layout: str, tokens: int, slots: int, experts: int) -> bool:
     """Return whether rows that are not packed are laid out in the masked layout.
 
-    "fastest" is masked as in `experts`, for few tokens, but for very few: on an H200 the layer of
-    Qwen3-30B-A3B takes 40, 124, 261 and 274 us contiguous at 1, 8, 64 and 256 tokens, and 54, 112,
-    200 and 213 us masked.
+    "fastest" is masked as in `experts`, for few tokens, but for very few: on an H200 that layer
+    takes 40, 124, 261 and 274 us contiguous at 1, 8, 64 and 256 tokens, and 54, 112, 200 and 213 us
+    masked.
     """
     few = tokens * slots <= CONTIGUOUS_ROWS
     return layout == "masked" or (not few and bf16.is_masked(layout, tokens, experts))
 
 
 def tile_columns(columns: int, rows: int, experts: int) -> int:
-    """Return the columns of a packed tile, or 0 for DeepGEMM's choice; no bit depends on it.
+    """Return the columns of a packed tile, in place of DeepGEMM's choice; no bit depends on it.
 
     Where the tiles of an expert are even in number, DeepGEMM runs two multiprocessors as a cluster
     that shares the weights of two row tiles. An expert of one row tile has nothing to share, and
     the two wait for each other. So tiles are wide where that makes their number odd, unless few
     rows leave experts empty, and wide tiles multiprocessors idle.
     """
-    if 2 * rows > ALIGNMENTS[-2] * experts:
-        return 0  # experts fill tiles of the most rows
     is_odd = -(-columns // WIDE_TILE) % 2 == 1
     return WIDE_TILE if is_odd and rows >= 2 * experts else NARROW_TILE
 
@@ -74,15 +73,13 @@ def _settings(library: ModuleType, alignment: int, columns: int) -> Iterator[Non
     before = library.get_mk_alignment_for_contiguous_layout(), library.get_pdl()
     library.set_mk_alignment_for_contiguous_layout(alignment)
     library.set_pdl(False)
-    if columns:
-        library.set_block_size_multiple_of((1, columns))
+    library.set_block_size_multiple_of((1, columns))
     try:
         yield
     finally:
         library.set_mk_alignment_for_contiguous_layout(before[0])
         library.set_pdl(before[1])
-        if columns:
-            library.set_block_size_multiple_of((1, 1))
+        library.set_block_size_multiple_of((1, 1))
 
 
 def grouped_gemm(

@@ -1,4 +1,4 @@
-"""Few rows an expert on Hopper: experts stand close together, in tiles of 16 to 128 rows.
+"""Few rows an expert on Hopper: experts stand close together, in tiles of 16, 32 or 64 rows.
 
 A masked tile holds 64 rows, of which a decode step fills four or so. DeepGEMM's psum layout walks
 the ends of the experts on the device and takes a tile as high as experts are aligned: fewer places
@@ -23,7 +23,7 @@ PACKED_ROWS = 2048
 COUNTED_ROWS = 512
 """Rows up to which every program counts all of them; above it a launch before counts them once."""
 
-ALIGNMENTS = (16, 32, 64, 128)
+ALIGNMENTS = (16, 32, 64)
 """Rows of a tile, the shortest that holds twice the rows of an expert on average."""
 
 GROUPS_PER_PROGRAM = 8

@@ -56,7 +56,7 @@ class Fp8GroupedGemmShape:
             weight.view(self.experts, self.columns, self.inner),
             weight_scale.view(self.experts, -1, weight_scale.shape[1]),
         )
-        if is_packed("fastest", ids.numel(), ids.device):
+        if is_packed("fastest", ids.numel(), self.experts, ids.device):
             places: AnyPlaces = pack(ids, self.experts)
         else:
             masked = is_masked("fastest", ids.shape[0], 1, self.experts)

@@ -40,7 +40,7 @@ deep_gemm.quantize_rows = lambda x, scale_format, impl: quantize_rows_fwd(x, sca
 
 # On Hopper "fastest" packs few rows.
 deep_gemm.is_packed = lambda layout, *_: layout == "fastest"
-deep_gemm_start.is_packed = lambda layout, rows, device: rows < 9
+deep_gemm_start.is_packed = lambda layout, rows, *_: rows < 9
 
 tokens = 40
 for layout, scale_format in (("contiguous", "fp32"), ("masked", "ue8m0"), ("fastest", "fp32")):

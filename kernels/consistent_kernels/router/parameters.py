@@ -71,7 +71,7 @@ class RouterParameters:
             InvalidInputError: numbers that fit no routing.
         """
         _require_one_reading(config)
-        experts = getattr(config, "num_experts", None) or config.n_routed_experts
+        experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", 0)
         v4 = getattr(config, "model_type", None) == "deepseek_v4"
         scoring = getattr(config, "scoring_func", "sqrtsoftplus" if v4 else "softmax")
         return cls(

@@ -9,7 +9,7 @@ import pytest
 from router_cases import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V4, QWEN3
 from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV4Config, Qwen3MoeConfig
 
-from consistent_kernels.errors import UnsupportedError
+from consistent_kernels.errors import InvalidInputError, UnsupportedError
 from consistent_kernels.router import RouterParameters
 
 V2 = {
@@ -55,3 +55,5 @@ def test_what_vllm_and_transformers_read_in_two_senses_is_refused() -> None:
         UnsupportedError, match="norm_topk_prob=False of a deepseek_v4 model is not"
     ):
         RouterParameters.from_hf_config(DeepseekV4Config(norm_topk_prob=False))
+    with pytest.raises(InvalidInputError, match="top_k must be between 1 and num_experts=0, got 8"):
+        RouterParameters.from_hf_config(Qwen3MoeConfig(num_experts=0))

@@ -205,8 +205,11 @@ def test_hyper_connections_agree_with_stock_vllm(impl_device: tuple[str, str]) -
     fn, scale, base = parameters(4, 640, device=device)
     out, post, comb = hc_pre(x, fn, scale, base, **NUMBERS, impl=impl)
     theirs = stock.mhc_pre_torch(x, fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 20)
-    assert torch.allclose(theirs[0].squeeze(-1), post, atol=2e-4, rtol=0)
-    assert torch.allclose(theirs[1], comb, atol=2e-3, rtol=0)
+    # Both add K = 2,560 products of a norm of about one in fp32: errors of either sign grow as
+    # sqrt(K) 2^-24, and post and comb pass at most 1/2 and 1 of them on. A GPU's cores drop bits.
+    noise = 2 * 2560**0.5 * 2**-24 if device == "cpu" else 2e-4
+    assert torch.allclose(theirs[0].squeeze(-1), post, atol=noise, rtol=0)
+    assert torch.allclose(theirs[1], comb, atol=noise if device == "cpu" else 10 * noise, rtol=0)
     magnitude = x.float().abs().sum(1)
     assert bool(((theirs[2].float() - out.float()).abs() <= magnitude * 2**-8).all())
     merged = hc_post(y, x, post, comb, impl=impl).float()

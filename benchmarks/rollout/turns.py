@@ -83,7 +83,9 @@ def in_turns(
             break
         for index in order[:: 1 if turn % 2 == 0 else -1]:
             with guard(players[index]):
-                told = players[index].engine.call("advance", steps=work.slice_steps, core=turn)
+                # Step by step up to where counting begins.
+                steps = work.slice_steps if scores[index].counts else 1
+                told = players[index].engine.call("advance", steps=steps, core=turn)
                 scores[index].add(told, work.requests)
         turn += 1
     done = []

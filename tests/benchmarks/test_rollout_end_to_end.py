@@ -17,7 +17,8 @@ from benchmarks.common.record import ROOT
 def test_tiny_rollout_benchmark_end_to_end(tmp_path: Path) -> None:
     out, profile = tmp_path / "rows.json", tmp_path / "profile.json"
     arguments = [
-        *("--tiny", "--work", "qwen3_8b.256", "--work", "qwen3_8b.ttft2k"),
+        *("--tiny", "--work", "qwen3_8b.256", "--work", "qwen3_8b.32k"),
+        *("--work", "qwen3_8b.ttft2k"),
         *("--pairs", "2", "--warmups", "0", "--parity-tokens", "20", "--commit", "6" * 40),
         *("--scratch", tmp_path / "scratch", "--out", out, "--profile", profile),
     ]
@@ -30,7 +31,7 @@ def test_tiny_rollout_benchmark_end_to_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-6000:]
     rows = json.loads(out.read_text())
-    assert len(rows) == 2
+    assert len(rows) == 3
     for row in rows:
         assert row["ratio_to_stock"] > 0
         assert row["compared_tokens"] >= 20

@@ -114,6 +114,9 @@ def test_decoding_counts_from_when_every_request_has_a_token(first: int, tokens:
     slow = [1.0 + index // 2 for index in range(slices)]
     seconds = 3 * sum(slow[1:] if first == 2 else slow[2:])
     assert rate == pytest.approx(tokens / seconds)
+    steps = [arguments["steps"] for name, arguments in engine.calls if name == "advance"]
+    single = 1 if first == 2 else 2
+    assert steps == [1] * single + [WORK.slice_steps] * (slices - single)
 
 
 def test_an_engine_that_dies_leaves_the_round_to_the_others() -> None:

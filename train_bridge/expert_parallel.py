@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from consistent_kernels.errors import invalid
 from consistent_kernels.expert_parallel import (
     Exchange,
     ExpertPlacement,
@@ -34,6 +35,17 @@ class ExpertParallel:
     def first(self) -> int:
         """The first expert of this rank."""
         return self.placement.first(self.exchange.rank)
+
+    def require_own(self, name: str, experts: int) -> None:
+        """Raise InvalidInputError unless weights of so many experts can be this rank's alone."""
+        mine = self.placement.experts(self.exchange.rank)
+        if experts != mine.stop - mine.start:
+            raise invalid(
+                "expert_parallel",
+                name,
+                f"of {mine.stop - mine.start} experts ({mine.start} to {mine.stop - 1})",
+                experts,
+            )
 
 
 Gradients = Callable[..., tuple[torch.Tensor | None, ...]]
@@ -105,6 +117,8 @@ class ExpertParallelFunction(OpFunction):
         limit: float | None,
         impl: str,
     ) -> torch.Tensor:
+        parallel.require_own("w13", w13.shape[0])
+        parallel.require_own("prepared", prepared[0].shape[0])
         ctx.parallel, ctx.limit, ctx.impl = parallel, limit, impl
         ctx.dtypes = (x.dtype, w13.dtype, w2.dtype)
 
@@ -150,6 +164,8 @@ class Fp8ExpertParallelFunction(OpFunction):
         limit: float | None,
         impl: str,
     ) -> torch.Tensor:
+        parallel.require_own("w13", w13.shape[0])
+        parallel.require_own("quantized", quantized[0].values.shape[0])
         ctx.parallel, ctx.dtypes = parallel, (x.dtype, w13.dtype, w2.dtype)
         ctx.options = {"scale_format": scale_format, "limit": limit, "impl": impl}
 

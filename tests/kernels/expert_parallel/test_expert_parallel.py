@@ -23,6 +23,11 @@ from consistent_kernels.expert_parallel.deep_ep import DeepEP
 from consistent_kernels.experts import experts_bwd, prepare_expert_weight
 from consistent_kernels.fp8_experts import fp8_expert_outputs, quantize_expert_weight
 from consistent_kernels.testing import assert_bitwise_equal, bitwise_equal, hazard_activations
+from train_bridge.expert_parallel import (
+    ExpertParallel,
+    ExpertParallelFunction,
+    Fp8ExpertParallelFunction,
+)
 
 CPU = pytest.param(("cpu", 8), id="gloo-8")
 CUDA = pytest.param(
@@ -278,3 +283,31 @@ def test_expert_parallel_rejects_bad_inputs() -> None:
 def test_deep_ep_is_refused_where_it_is_not_installed() -> None:
     with pytest.raises(UnsupportedError, match=r"without the package deep_ep.*supported: AllToAll"):
         DeepEP(None)
+
+
+class Second(Alone):
+    """The second of two ranks, to whom nothing is sent."""
+
+    rank, world_size = 1, 2
+
+    def deliver(self, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return rows[:0]
+
+
+def test_trainers_functions_refuse_the_experts_of_other_ranks() -> None:
+    """With all experts on every rank, local ids would name the first rank's without a word."""
+    parallel = ExpertParallel(Second(), ExpertPlacement(ranks.FP8_SHAPE.experts, 2))
+    stacked, given = ranks.fp8_of(slice(None), "cpu")
+    own = masters(ranks.FP8_SHAPE, "cpu")
+    routed = (given["ids"][:0], given["weights"][:0], None)
+    expected = r"w13 must be of 5 experts \(6 to 10\), got 11"
+    with pytest.raises(InvalidInputError, match=expected):
+        Fp8ExpertParallelFunction.apply(
+            given["x"][:0], *own, *routed, stacked, "fp32", parallel, None, "reference"
+        )
+    prepared = [prepare_expert_weight(w, dtype=torch.bfloat16, impl="reference") for w in own]
+    local = [w[6:].contiguous() for w in own]
+    with pytest.raises(InvalidInputError, match=r"prepared must be of 5 experts"):
+        ExpertParallelFunction.apply(
+            given["x"][:0], *local, *routed, prepared, parallel, None, "reference"
+        )

@@ -68,22 +68,13 @@ def compile_cuda(package: str, file: str, arch: str, defines: Mapping[str, int])
 
 @functools.cache
 def _loaded(
-    package: str,
-    file: str,
-    kernel: str,
-    defines: tuple[tuple[str, int], ...],
-    device: int,
-    shared: int,
+    package: str, file: str, kernel: str, defines: tuple[tuple[str, int], ...], device: int
 ) -> Any:
     driver, _ = _bindings()
     major, minor = torch.cuda.get_device_capability(device)
     cubin = compile_cuda(package, file, f"sm_{major}{minor}", dict(defines))
     module = _checked(file, driver.cuModuleLoadData(cubin))
-    function = _checked(kernel, driver.cuModuleGetFunction(module, kernel.encode()))
-    if shared:
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(kernel, driver.cuFuncSetAttribute(function, most, shared))
-    return function
+    return _checked(kernel, driver.cuModuleGetFunction(module, kernel.encode()))
 
 
 def launch_cuda(
@@ -96,7 +87,6 @@ def launch_cuda(
     threads: int,
     args: Sequence[tuple[int, Any]],
     device: torch.device,
-    shared: int = 0,
 ) -> None:
     """Launch an `extern "C"` kernel on the device's current stream; compiled at its first call.
 
@@ -107,16 +97,13 @@ def launch_cuda(
         threads: of a block.
         args: (value, ctypes type) in order; pointers as `data_ptr()` with `ctypes.c_void_p`.
         device: a CUDA device.
-        shared: bytes of dynamic shared memory of a block.
     """
     driver, _ = _bindings()
     with torch.cuda.device(device):
         function = _loaded(
-            package, file, kernel, tuple(defines.items()), torch.cuda.current_device(), shared
+            package, file, kernel, tuple(defines.items()), torch.cuda.current_device()
         )
         stream = torch.cuda.current_stream().cuda_stream
         values, kinds = zip(*args, strict=True)
-        done = driver.cuLaunchKernel(
-            function, *grid, threads, 1, 1, shared, stream, (values, kinds), 0
-        )
+        done = driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, (values, kinds), 0)
     _checked(kernel, done)

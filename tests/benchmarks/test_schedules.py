@@ -50,10 +50,14 @@ def test_constants_are_set_for_the_call_alone() -> None:
     (group, *_) = gather.gathers(SMALL)
     seen = []
     call = constants.with_values
-    before = gather.gather.SHAPE
-    call(gather.gather, {"SHAPE": 99}, lambda: seen.append(gather.gather.SHAPE))
+    before = gather.kv_cache.GATHER_WARPS
+    call(
+        gather.kv_cache,
+        {"GATHER_WARPS": 99},
+        lambda: seen.append(gather.kv_cache.GATHER_WARPS),
+    )
     assert seen == [99]
-    assert before == gather.gather.SHAPE
+    assert before == gather.kv_cache.GATHER_WARPS
     assert group.chosen in group.variants
 
 

@@ -25,12 +25,7 @@ ROPE = RopeParameters(head_dim=64, rotary_dim=64, theta=10000.0, max_position=81
 BLOCK_SIZE = 16
 CPU = BlockPrograms()
 CUDA = BlockPrograms(
-    linear="triton",
-    indexer="triton",
-    attention="flash_mla",
-    topk="cuda",
-    other="triton",
-    kv="cuda",
+    linear="triton", indexer="triton", attention="flash_mla", topk="cuda", other="triton"
 )
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="these programs need a CUDA device"

@@ -59,7 +59,7 @@ static float power_of_two(u32 exponent) {
 extern "C" void gather_on_cpu(const u8* cache, const int* positions, const Request* requests,
                               const Place* table, u8* out, int* indices, long long table_stride,
                               long long block_stride, long long indices_stride, u32 entries,
-                              u32 queries, u32 k, int first_row, u32 blocks, u32 wave, u32 grid) {
+                              u32 k, int first_row, u32 grid) {
     for (u32 block = 0; block < grid; ++block)
         for (u32 warp = 0; warp < WARPS; ++warp) {
             std::vector<std::thread> lanes;
@@ -68,7 +68,7 @@ extern "C" void gather_on_cpu(const u8* cache, const int* positions, const Reque
                     threadIdx.x = warp * 32 + lane, blockIdx.x = block, gridDim.x = grid;
                     gather_kv_fp8_v4_kernel(cache, positions, requests, table, out, indices,
                                             table_stride, block_stride, indices_stride, entries,
-                                            queries, k, first_row, blocks, wave, 1);
+                                            k, first_row, 1);
                 });
             for (auto& lane : lanes) lane.join();
         }

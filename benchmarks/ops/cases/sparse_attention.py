@@ -134,7 +134,7 @@ def _decode(setting: Setting, form: Form, queries: int) -> Iterator[Case]:
     context = 4 * form.columns
     pages = context // _PAGE
     cache = new_cache(queries * pages, _PAGE, form.layout, setting.device)
-    other = "reference" if setting.device == "cpu" else "cuda"
+    other = "reference" if setting.device == "cpu" else "triton"
     kv = setting.normal(context, form.layout.width, seed=5)
     slots = torch.arange(context, dtype=torch.int64, device=setting.device)
     for request in range(queries):

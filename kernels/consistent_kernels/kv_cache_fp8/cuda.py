@@ -23,18 +23,12 @@ class Shape(NamedTuple):
     """Of a block."""
     batch: int = 4
     """Entries that a warp loads before it stores the first."""
-    rounds: int = 1
-    """Batches of a warp; it finds the addresses of all of them at once."""
-    order: int = 1
-    """Of blocks: 0 ascending, 1 descending, 2 last what the attention reads first."""
+    descending: bool = True
+    """Whether the last entries come first, so that those read first are still in L2."""
     read: int = 0
     """Loads: 0 plain, 1 without L1, 2 first to leave L2 as well."""
     kept: int = 0
     """MiB of rows, written last, that leave L2 last; 0: all alike."""
-    grid: int = 0
-    """Blocks at most, each of which then gathers several times; 0: as many as there is work."""
-    shared: int = 0
-    """Bytes of shared memory of a block, which keep others from its multiprocessor."""
 
 
 SHAPE = Shape()
@@ -61,8 +55,7 @@ def gather_v4_fwd(
     # Bound to names until the launch: their memory must not be given away before.
     positions, requests = positions.contiguous(), requests.contiguous()
     table = block_table if block_table is not None else starts.contiguous()
-    each = shape.warps * shape.batch * shape.rounds
-    blocks = -(-entries // each)
+    each = shape.warps * shape.batch
     pointer, wide, integer = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
     launch_cuda(
         "consistent_kernels.kv_cache_fp8",
@@ -75,12 +68,11 @@ def gather_v4_fwd(
             "TABLE_BYTES": table.element_size(),
             "WARPS": shape.warps,
             "BATCH": shape.batch,
-            "ROUNDS": shape.rounds,
-            "ORDER": shape.order,
+            "DESCENDING": int(shape.descending),
             "READ": shape.read,
             "WRITE": int(shape.kept > 0),
         },
-        grid=(min(blocks, shape.grid or blocks), 1, 1),
+        grid=(-(-entries // each), 1, 1),
         threads=32 * shape.warps,
         args=[
             (cache.data_ptr(), pointer),
@@ -93,13 +85,9 @@ def gather_v4_fwd(
             (cache.stride(0), wide),
             (0 if indices is None else indices.stride(0), wide),
             (entries, integer),
-            (positions.shape[0], integer),
             (positions.shape[1], integer),
             (first_row, integer),
-            (blocks, integer),
-            (torch.cuda.get_device_properties(cache.device).multi_processor_count, integer),
             (shape.kept * (1 << 20) // (each * 2 * V4.width), integer),
         ],
         device=cache.device,
-        shared=shape.shared,
     )

@@ -6,10 +6,9 @@
 // warp's entries are found by its lanes at once, and BATCH entries are loaded before one is stored.
 //
 // Compiled with these defined: BLOCK_SIZE (tokens of a page), PAGED, REQUEST_BYTES and TABLE_BYTES
-// (4 or 8: of an integer), WARPS (of a block), BATCH, ROUNDS (batches of a warp), ORDER (of the
-// blocks: 0 ascending, 1 descending, 2 the last is what the attention reads first), READ (0 plain,
-// 1 no allocation in L1, 2 first to leave L2 as well) and WRITE (0 plain, 1 the last blocks' rows
-// leave L2 last).
+// (4 or 8: of an integer), WARPS (of a block), BATCH, DESCENDING (the order of blocks), READ (0
+// plain, 1 no allocation in L1, 2 first to leave L2 as well) and WRITE (0 plain, 1 the last blocks'
+// rows leave L2 last).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -24,11 +23,9 @@ typedef Integer<TABLE_BYTES>::type Place;
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int VALUES = 448, WIDTH = 512, TOKEN_BYTES = 576, SCALE_ROOM = 8;
-constexpr int WARP_ENTRIES = BATCH * ROUNDS;
-constexpr int BLOCK_ENTRIES = WARPS * WARP_ENTRIES;
 constexpr int TAIL_LANES = (VALUES - 256) / 8;  // lanes whose second part is FP8; the others' bf16
 
-static_assert(WARP_ENTRIES <= 32, "a lane finds one address");
+static_assert(BATCH <= 32, "a lane finds one address");
 
 struct Two { u32 x, y; };
 struct Four { u32 x, y, z, w; };
@@ -141,21 +138,11 @@ __device__ __forceinline__ Four row_part(Two values, u32 exponent) {
     return row;
 }
 
-// The first entry of a block. Under ORDER 2 the attention works on `wave` queries at a time.
-__device__ __forceinline__ u32 first_entry(u32 place, u32 blocks, u32 queries, u32 k, u32 wave) {
-    u32 block = ORDER == 0 ? place : blocks - 1 - place;
-    if (ORDER != 2 || k % BLOCK_ENTRIES != 0) return block * BLOCK_ENTRIES;
-    u32 tiles = k / BLOCK_ENTRIES, before = block / (wave * tiles) * wave;
-    u32 together = min(wave, queries - before), rest = block - before * tiles;
-    u32 tile = rest / together, query = before + rest % together;
-    return query * k + tile * BLOCK_ENTRIES;
-}
-
 __device__ __forceinline__ void gather(const Arguments& a, u32 begin, u32 lane, u64 policy,
                                        u64 kept_policy, bool keep) {
     // A lane finds one entry: its values, its exponents.
     u32 entry = begin + lane;
-    bool inside = lane < WARP_ENTRIES && entry < a.entries;
+    bool inside = lane < BATCH && entry < a.entries;
     u64 own = 0, exponents = 0;
     if (inside) {
         int position = a.positions[entry];
@@ -181,37 +168,34 @@ __device__ __forceinline__ void gather(const Arguments& a, u32 begin, u32 lane, 
                 position >= 0 ? a.first_row + (int)entry : -1;
     }
 
-#pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round) {
-        Two head[BATCH];
-        Four tail[BATCH];
+    Two head[BATCH];
+    Four tail[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const u8* from = (const u8*)__shfl_sync(ALL, own, round * BATCH + i);
-            head[i] = {0, 0};
-            tail[i] = {0, 0, 0, 0};
-            if (from) {
-                head[i] = load8(from + 8 * lane, policy);
-                if (lane < TAIL_LANES) {
-                    Two more = load8(from + 256 + 8 * lane, policy);
-                    tail[i].x = more.x, tail[i].y = more.y;
-                } else {
-                    tail[i] = load16(from + VALUES + 16 * (lane - TAIL_LANES), policy);
-                }
+    for (int i = 0; i < BATCH; ++i) {
+        const u8* from = (const u8*)__shfl_sync(ALL, own, i);
+        head[i] = {0, 0};
+        tail[i] = {0, 0, 0, 0};
+        if (from) {
+            head[i] = load8(from + 8 * lane, policy);
+            if (lane < TAIL_LANES) {
+                Two more = load8(from + 256 + 8 * lane, policy);
+                tail[i].x = more.x, tail[i].y = more.y;
+            } else {
+                tail[i] = load16(from + VALUES + 16 * (lane - TAIL_LANES), policy);
             }
         }
+    }
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            u64 word = __shfl_sync(ALL, exponents, round * BATCH + i);
-            u32 at = begin + round * BATCH + i, shift = lane / 8 * 8;
-            Four first = row_part(head[i], (u32)word >> shift & 0xff);
-            if (lane < TAIL_LANES)
-                tail[i] = row_part({tail[i].x, tail[i].y}, (u32)(word >> 32) >> shift & 0xff);
-            if (at < a.entries) {
-                u8* to = a.out + (u64)at * (2 * WIDTH) + 16 * lane;
-                store16(to, first, kept_policy, keep);
-                store16(to + 512, tail[i], kept_policy, keep);
-            }
+    for (int i = 0; i < BATCH; ++i) {
+        u64 word = __shfl_sync(ALL, exponents, i);
+        u32 at = begin + i, shift = lane / 8 * 8;
+        Four first = row_part(head[i], (u32)word >> shift & 0xff);
+        if (lane < TAIL_LANES)
+            tail[i] = row_part({tail[i].x, tail[i].y}, (u32)(word >> 32) >> shift & 0xff);
+        if (at < a.entries) {
+            u8* to = a.out + (u64)at * (2 * WIDTH) + 16 * lane;
+            store16(to, first, kept_policy, keep);
+            store16(to + 512, tail[i], kept_policy, keep);
         }
     }
 }
@@ -220,15 +204,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gather_kv_fp8_v4_kernel(const u8* __restrict__ cache, const int* __restrict__ positions,
                         const Request* __restrict__ requests, const Place* __restrict__ table,
                         u8* __restrict__ out, int* __restrict__ indices, long long table_stride,
-                        long long block_stride, long long indices_stride, u32 entries, u32 queries,
-                        u32 k, int first_row, u32 blocks, u32 wave, u32 kept_blocks) {
+                        long long block_stride, long long indices_stride, u32 entries, u32 k,
+                        int first_row, u32 kept_blocks) {
     Arguments a = {cache, positions, requests, table, out, indices, table_stride, block_stride,
                    indices_stride, entries, k, first_row};
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, last = gridDim.x - 1 - blockIdx.x;
+    u32 begin = ((DESCENDING ? last : blockIdx.x) * WARPS + warp) * BATCH;
     u64 policy = READ == 2 ? leave_first() : 0, kept_policy = WRITE == 1 ? leave_last() : 0;
-    for (u32 place = blockIdx.x; place < blocks; place += gridDim.x) {
-        u32 begin = first_entry(place, blocks, queries, k, wave) + warp * WARP_ENTRIES;
-        bool keep = WRITE == 1 && blocks - 1 - place < kept_blocks;
-        gather(a, begin, lane, policy, kept_policy, keep);
-    }
+    gather(a, begin, lane, policy, kept_policy, WRITE == 1 && last < kept_blocks);
 }

@@ -22,18 +22,14 @@ needs_cuda = pytest.mark.skipif(
 )
 PACKAGE = "consistent_kernels.kv_cache_fp8"
 SUPPORT = Path(__file__).parents[2] / "support"
-SHAPES = (
-    Shape(4, 8, read=1),
-    Shape(4, 4, 2, order=2, read=2, kept=1),
-    Shape(2, 8, 4, order=0, read=0),
-)
+SHAPES = (Shape(), Shape(4, 8, read=1, kept=1), Shape(2, 16, descending=False, read=2))
 
 
 def _defines(shape: Shape, block_size: int, paged: bool, wide: bool) -> dict[str, int]:
     size = 8 if wide else 4
     return {
         "BLOCK_SIZE": block_size, "PAGED": int(paged), "REQUEST_BYTES": size, "TABLE_BYTES": size,
-        "WARPS": shape.warps, "BATCH": shape.batch, "ROUNDS": shape.rounds, "ORDER": shape.order,
+        "WARPS": shape.warps, "BATCH": shape.batch, "DESCENDING": int(shape.descending),
         "READ": shape.read, "WRITE": int(shape.kept > 0),
     }  # fmt: skip
 
@@ -87,18 +83,17 @@ def _run_on_cpu(
     positions: torch.Tensor,
     requests: torch.Tensor,
     places: torch.Tensor,
-    wave: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     queries, k = positions.shape
     out = torch.full((queries, k, V4.width), 7.0, dtype=torch.bfloat16)
     indices = torch.full((queries, k + 2), -7, dtype=torch.int32)
-    blocks = -(-positions.numel() // (shape.warps * shape.batch * shape.rounds))
+    blocks = -(-positions.numel() // (shape.warps * shape.batch))
     tensors = (cache, positions, requests, places, out, indices[:, 1:])
     strides = (places.stride(0), cache.stride(0), indices.stride(0))
     library.gather_on_cpu(
         *(ctypes.c_void_p(x.data_ptr()) for x in tensors),
         *(ctypes.c_longlong(x) for x in strides),
-        positions.numel(), queries, k, 100, blocks, wave, max(1, blocks - 1),
+        positions.numel(), k, 100, blocks,
     )  # fmt: skip
     return out, indices
 
@@ -112,7 +107,7 @@ def test_gather_v4_on_cpu_threads_equals_reference(
     cache, positions, requests, table = _inputs(queries, k, wide=not paged)
     places = table if paged else torch.tensor([3, 30])
     library = _on_cpu(tmp_path, shape, paged, not paged)
-    got, indices = _run_on_cpu(library, shape, cache, positions, requests, places, wave=2)
+    got, indices = _run_on_cpu(library, shape, cache, positions, requests, places)
     expected_indices = torch.full_like(indices, -7)
     named = {"block_table": table} if paged else {"starts": places}
     expected = gather_kv_fp8(
@@ -127,7 +122,7 @@ def test_control_gather_v4_on_cpu_threads_sees_a_wrong_nan(tmp_path: Path) -> No
     cache, positions, requests, table = _inputs(5, 64, wide=False)
     change = ("0x7fc0u", "0x7fffu")
     library = _on_cpu(tmp_path, SHAPES[0], True, False, *change)
-    got, _ = _run_on_cpu(library, SHAPES[0], cache, positions, requests, table, wave=2)
+    got, _ = _run_on_cpu(library, SHAPES[0], cache, positions, requests, table)
     places = {"layout": V4, "impl": "reference", "block_table": table}
     expected = gather_kv_fp8(cache, positions, requests, **places)
     differs = got.view(torch.int16) != expected.view(torch.int16)
@@ -137,7 +132,7 @@ def test_control_gather_v4_on_cpu_threads_sees_a_wrong_nan(tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("shape", [*SHAPES, Shape(32, 4, grid=66, shared=100 << 10)])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("queries", "k", "paged"), [(3, 7, True), (300, 64, True), (2, 9, False)])
 def test_gather_v4_by_nvrtc_equals_reference(
     shape: Shape, queries: int, k: int, paged: bool

@@ -9,10 +9,12 @@ import torch
 from consistent_kernels.blocks import BlockPrograms, V4Parameters, V32Parameters
 from consistent_kernels.blocks.ops import check_weights
 from consistent_kernels.blocks.paging import require_hidden
+from consistent_kernels.errors import invalid
 from consistent_kernels.sparse_attention import require_backward
 from train_bridge.blocks.ops import TrainableBlockOps
 from train_bridge.blocks.packing import PackedSequences
 from train_bridge.functions.ambient import plain_settings
+from train_bridge.weight_version import MASTER_DTYPES
 
 AS_THEY_ARE = "a trainer's block runs the engine's kernels as they are"
 """Why torch.compile stays out: it would leave out the rounding of a master to bf16, for one."""
@@ -52,9 +54,16 @@ class PackedAttention(torch.nn.Module):
             [T, hidden] bf16.
 
         Raises:
-            InvalidInputError: hidden states of another shape or dtype.
+            InvalidInputError: hidden states of another shape or dtype, or masters of a dtype that
+                does not round to the engine's weights in one step.
         """
         weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name, weight in weights.items():
+            if weight.dtype not in MASTER_DTYPES:
+                # block.half() would round twice, and the engine rounds once.
+                hint = "Cast the block back, and load its weights again"
+                expected = "float32 or bfloat16"
+                raise invalid(type(self).__name__, f"weight {name!r}", expected, weight.dtype, hint)
         ops = TrainableBlockOps(weights, self.programs)
         ops.backward = self.backward_name
         tokens = len(sequences.positions)

@@ -114,6 +114,16 @@ def test_block_trainer_rejects_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_block_trainer_rejects_masters_that_were_cast(name: str) -> None:
+    case = BlockCase.make(name, "cpu")
+    block, sequences = case.trainer().half(), PackedSequences.from_lengths([5])
+    with pytest.raises(
+        InvalidInputError, match=r"weight '\w+' must be float32 or bfloat16, got tor"
+    ):
+        block(case.hidden(5), sequences)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_block_engine_rejects_sizes(name: str) -> None:
     case = BlockCase.make(name, "cpu")
     kind = type(case.engine([3]).block)

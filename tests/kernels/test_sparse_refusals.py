@@ -31,6 +31,7 @@ from consistent_kernels.kv_cache_fp8 import (
     V32,
     WorkspaceBounds,
     new_cache,
+    round_trip_kv_fp8,
     workspace_indices,
 )
 from consistent_kernels.rotary import RopeParameters
@@ -257,6 +258,12 @@ BAD: dict[str, Callable[[], Any]] = {
             columns=4,
             **REF,
         )
+    ),
+    "round_trip_kv_fp8: block_size must be at least 1, got 0": lambda: round_trip_kv_fp8(
+        KV, layout=V4, block_size=0, **REF
+    ),
+    r"WorkspaceBounds.view: workspace must be \[at least 8, 512\], got \(4, 512\)": lambda: (
+        WorkspaceBounds(V4, 2, 4).view(KV[:4], 2, 4)
     ),
     "index_layer_norm: weight must be on cpu": lambda: index_layer_norm(
         torch.ones(2, 4), torch.ones(4, device="meta"), torch.ones(4), 1e-6

@@ -60,12 +60,13 @@ class BlockPrograms:
 def _check_sizes(params: V32Parameters | V4Parameters, positive: tuple[str, ...]) -> None:
     op = type(params).__name__
     for name in positive:
-        if getattr(params, name) < 1:
-            raise invalid(op, name, "at least 1", getattr(params, name))
+        value = getattr(params, name)
+        if not isinstance(value, int) or value < 1:
+            raise invalid(op, name, "an integer, at least 1", value)
     if params.rope.rotary_dim != ROPE:
         raise invalid(op, "rope.rotary_dim", ROPE, params.rope.rotary_dim)
-    if not 1 <= params.topk <= MAX_K:
-        raise invalid(op, "topk", f"from 1 to {MAX_K}", params.topk)
+    if not isinstance(params.topk, int) or not 1 <= params.topk <= MAX_K:
+        raise invalid(op, "topk", f"an integer from 1 to {MAX_K}", params.topk)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,12 +33,22 @@ class ExpertPlacement:
             )
 
     def first(self, rank: int) -> int:
-        """The first expert of a rank; of `world_size`, the number of experts."""
+        """The first expert of a rank; of `world_size`, the number of experts.
+
+        Raises:
+            InvalidInputError: no such rank.
+        """
+        if not 0 <= rank <= self.world_size:
+            raise invalid("expert_parallel", "rank", f"from 0 to {self.world_size - 1}", rank)
         base, extra = divmod(self.num_experts, self.world_size)
         return rank * base + min(rank, extra)
 
     def experts(self, rank: int) -> slice:
-        """The experts of a rank."""
+        """The experts of a rank.
+
+        Raises:
+            InvalidInputError: no such rank.
+        """
         return slice(self.first(rank), self.first(rank + 1))
 
     def owners(self, ids: torch.Tensor) -> torch.Tensor:

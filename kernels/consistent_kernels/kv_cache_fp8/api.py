@@ -366,6 +366,8 @@ def round_trip_kv_fp8(
     Returns:
         [T, layout.width] bf16.
     """
+    if block_size < 1:
+        raise invalid("round_trip_kv_fp8", "block_size", "at least 1", block_size)
     tokens = len(kv)
     cache = new_cache(max(1, -(-tokens // block_size)), block_size, layout, kv.device)
     slots = torch.arange(tokens, dtype=torch.int32, device=kv.device)

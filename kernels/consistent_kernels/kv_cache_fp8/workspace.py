@@ -64,6 +64,10 @@ class WorkspaceBounds:
             raise invalid(
                 "WorkspaceBounds.view", "queries * k", f"at most {self.rows}", queries * k
             )
+        width, rows = self.layout.width, queries * k
+        if workspace.dim() != 2 or workspace.shape[1] != width or len(workspace) < rows:
+            expected = f"[at least {rows}, {width}]"
+            raise invalid("WorkspaceBounds.view", "workspace", expected, tuple(workspace.shape))
         return workspace[: queries * k].view(queries, k, self.layout.width)
 
 

@@ -77,8 +77,14 @@ def unpack_ue8m0_scales(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """Return the fp32 scales [M, columns] behind `pack_ue8m0_scales`.
 
     An exponent byte of 255 is NaN.
+
+    Raises:
+        InvalidInputError: dtype or rank, or more columns than the words hold.
     """
-    _check("unpack_ue8m0_scales", packed, torch.int32)
+    op, most = "unpack_ue8m0_scales", packed.shape[-1] * _PER_INT32
+    _check(op, packed, torch.int32)
+    if not 0 <= columns <= most:
+        raise invalid(op, "columns", f"at most {most} of {packed.shape[1]} words", columns)
     words = torch.empty(packed.shape, dtype=torch.int32, device=packed.device).copy_(packed)
     exponents = words.view(torch.uint8)[:, :columns].to(torch.int32)
     bits = exponents << 23

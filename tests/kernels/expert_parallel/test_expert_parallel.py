@@ -169,6 +169,12 @@ def test_expert_parallel_notices_a_lost_row() -> None:
         ranks.lost_row()
 
 
+def test_placement_names_a_rank_that_is_none() -> None:
+    for rank in (-1, 3):
+        with pytest.raises(InvalidInputError, match=f"rank must be from 0 to 1, got {rank}"):
+            ExpertPlacement(8, 2).experts(rank)
+
+
 def test_placement_covers_every_expert_once() -> None:
     for experts, world in ((8, 8), (11, 4), (256, 8), (5, 3)):
         placement = ExpertPlacement(experts, world)

@@ -83,3 +83,10 @@ def test_layouts_equal_deep_gemm(rows: int) -> None:
     ours = pack_ue8m0_scales(scale)
     assert theirs.stride() == ours.stride()
     assert_bitwise_equal(ours, theirs)
+
+
+def test_unpack_ue8m0_scales_refuses_columns_that_are_not_there() -> None:
+    words = torch.zeros(2, 1, dtype=torch.int32)
+    assert unpack_ue8m0_scales(words, 4).shape == (2, 4)
+    with pytest.raises(InvalidInputError, match="columns must be at most 4 of 1 words, got 5"):
+        unpack_ue8m0_scales(words, 5)

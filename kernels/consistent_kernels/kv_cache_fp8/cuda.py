@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from consistent_kernels.kv_cache_fp8.layout import V4
+from consistent_kernels.errors import invalid
+from consistent_kernels.kv_cache_fp8.layout import BLOCK_ALIGNMENT, V4
 from consistent_kernels.kv_cache_fp8.triton import check_alignment
 from consistent_kernels.nvrtc import launch_cuda
 
@@ -48,12 +49,16 @@ def gather_v4_fwd(
 ) -> None:
     """Launch the kernel; arguments as `kv_cache_fp8.triton.gather_kv_fp8_fwd`, layout V4."""
     check_alignment("gather_kv_fp8", cache)
+    if out.data_ptr() % BLOCK_ALIGNMENT:
+        given = f"address {out.data_ptr():#x}"
+        raise invalid("gather_kv_fp8", "out", f"aligned to {BLOCK_ALIGNMENT} bytes", given)
     shape = shape or SHAPE
     entries = positions.numel()
     if not entries:
         return
     # Bound to names until the launch: their memory must not be given away before.
-    positions, requests = positions.contiguous(), requests.contiguous()
+    # The kernel reads positions of four bytes, and what it is told of the others.
+    positions, requests = positions.int().contiguous(), requests.contiguous()
     table = block_table if block_table is not None else starts.contiguous()
     each = shape.warps * shape.batch
     pointer, wide, integer = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int

@@ -11,7 +11,8 @@ import pytest
 import torch
 from kv_cases import hazard_rows, poisoned_cache
 
-from consistent_kernels.kv_cache_fp8 import V4, gather_kv_fp8, write_kv_fp8
+from consistent_kernels.errors import InvalidInputError
+from consistent_kernels.kv_cache_fp8 import V4, cuda, gather_kv_fp8, write_kv_fp8
 from consistent_kernels.kv_cache_fp8.cuda import Shape, gather_v4_fwd
 from consistent_kernels.nvrtc import compile_cuda
 from consistent_kernels.testing import assert_bitwise_equal
@@ -128,6 +129,27 @@ def test_control_gather_v4_on_cpu_threads_sees_a_wrong_nan(tmp_path: Path) -> No
     differs = got.view(torch.int16) != expected.view(torch.int16)
     assert differs.any()
     assert expected[differs].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gather_v4_hands_over_positions_of_four_bytes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op takes both kinds of integers, the kernel one: eight bytes would be read as two."""
+    cache, positions, requests, table = _inputs(3, 7, wide=False)
+    seen = []
+
+    def launch(*_: object, args: list[tuple[int, type]], **__: object) -> None:
+        address, count = args[1][0], positions.numel()
+        seen.append(list((ctypes.c_int32 * count).from_address(address)))
+
+    monkeypatch.setattr(cuda, "launch_cuda", launch)
+    out = torch.empty(3, 7, V4.width, dtype=torch.bfloat16)
+    cuda.gather_v4_fwd(cache, positions.to(dtype), requests, table, None, out, None, 0)
+    assert seen == [positions.flatten().tolist()]
+    crooked = torch.empty(out.numel() + 1, dtype=torch.bfloat16)[1:].view(out.shape)
+    with pytest.raises(InvalidInputError, match="out must be aligned to 16 bytes, got address"):
+        cuda.gather_v4_fwd(cache, positions, requests, table, None, crooked, None, 0)
 
 
 @pytest.mark.gpu

@@ -129,6 +129,8 @@ def run_rounds(
     steps: dict[str, list[Step]] = {name: [] for name in sides}
     missing: list[str] = []
     for turn in range(-setting.warmups, setting.pairs):
+        if len(sides) == 1:
+            break
         for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
             try:
                 step = timed_step(*sides[name], batch, pair)
@@ -280,10 +282,11 @@ def main(
 
     Stock is the Hugging Face model in bf16 with PyTorch's flash attention; its log-probs come from
     all logits at once ("full") or from 2,048 rows at a time, recomputed in the backward
-    ("chunked"). Full logits are left out where they do not fit into memory.
+    ("chunked"). A stock trainer that does not fit into memory is left out.
 
     Exit codes: 0 reported, 1 no speed is reported because parity failed, 2 bad arguments,
-    3 out of memory, or it died (rows of five pairs and more are kept), 130 interrupted (likewise).
+    3 out of memory (ours, or every stock trainer), or it died (rows of five pairs and more are
+    kept), 130 interrupted (likewise).
     """
     try:
         if out is not None and not tiny:
@@ -314,7 +317,7 @@ def main(
     clock = Clock(lambda text: typer.echo(text, err=True))
 
     def keep(rows: list[Row]) -> None:
-        if out is not None:
+        if out is not None and rows:
             merge_into(out, [row | source.to_dict() for row in rows], KEY)
 
     try:
@@ -328,5 +331,8 @@ def main(
     if refusal:
         typer.echo(refusal, err=True)
         raise typer.Exit(exit_codes.MISMATCH)
+    if not rows:
+        typer.echo("no stock trainer fits into memory; no speed is reported", err=True)
+        raise typer.Exit(exit_codes.FAILED)
     keep(rows)
     Console().print(table(rows))

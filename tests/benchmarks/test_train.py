@@ -136,6 +136,21 @@ def test_stock_that_does_not_fit_is_left_out(pair: Pair, monkeypatch: pytest.Mon
     assert {name: len(side) for name, side in steps.items()} == {"ours": 2, "chunked": 2}
 
 
+def test_no_stock_that_fits_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(model: Any, batch: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(STOCK, "full", too_large)
+    out = tmp_path / "train.json"
+    base = ("--tiny", "--layers", 1, "--pairs", 2, "--commit", "7" * 40, "--out", out)
+    done = invoke(*base, "--stock", "full")
+    assert done.exit_code == 3, done.output
+    assert "no stock trainer fits into memory; no speed is reported" in done.output
+    assert not out.exists()
+    assert invoke(*base).exit_code == 0, "control: the other one fits"
+    assert [row["stock_logprobs"] for row in json.loads(out.read_text())] == ["chunked"]
+
+
 def test_rows_are_kept_as_soon_as_there_are_enough_pairs() -> None:
     kept: list[list[int]] = []
     run.measure(

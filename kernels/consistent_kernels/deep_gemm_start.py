@@ -50,6 +50,12 @@ _SOME_ROWS = 64
 COLD_SECONDS = 0.7
 """A first call that takes longer has compiled: a kernel from disk loads in a few milliseconds."""
 
+_REMEDY = (
+    "It compiles with nvcc at run time and keeps kernels on disk: check CUDA_HOME, the free device "
+    "memory, and the folder DG_JIT_CACHE_DIR (by default deep_gemm in vLLM's cache, or "
+    "~/.deep_gemm), which must be writable, have room, and hold no damaged file; it may be deleted"
+)
+
 _CHILD = (
     "import sys; sys.path[:] = {path!r}; "
     "from consistent_kernels.deep_gemm_start import _child; _child({job!r})"
@@ -134,7 +140,7 @@ def prepare(shapes: Iterable[Shape], device: torch.device, processes: int = 12) 
 
     Raises:
         NumericsError: a row's bits follow the number of rows on this machine.
-        MissingBinaryError: a kernel does not compile.
+        MissingBinaryError: a kernel does not compile, or cannot be kept on disk or loaded from it.
     """
     start = time.monotonic()
     unique = sorted(set(shapes), key=repr)
@@ -198,8 +204,14 @@ def _has_to_compile(shape: Shape, device: torch.device) -> bool:
         operands = shape.operands(rows, device, blank=True)
         torch.cuda.synchronize(device)
         start = time.monotonic()
-        shape.run(operands, slice(0, rows))
-        torch.cuda.synchronize(device)
+        try:
+            shape.run(operands, slice(0, rows))
+            torch.cuda.synchronize(device)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            problem = f"the first call of {shape} with {rows} rows failed: {error}"
+            raise MissingBinaryError("deep_gemm", problem, sys.executable, _REMEDY) from error
         if time.monotonic() - start > COLD_SECONDS:
             return True
     return False
@@ -208,12 +220,20 @@ def _has_to_compile(shape: Shape, device: torch.device) -> bool:
 def _compile(shapes: Sequence[Shape], device: torch.device, processes: int) -> None:
     """Run each shape's rows in child processes; their kernels land in DeepGEMM's disk cache."""
     jobs = _shared_out(shapes, max(1, min(processes, os.cpu_count() or 1)))
-    running = [_start(job, device) for job in jobs]
-    while running:
-        time.sleep(0.05)
-        for child in [child for child in running if child[0].poll() is not None]:
-            running.remove(child)
-            _check_child(*child)
+    running: list[tuple[subprocess.Popen[bytes], Any]] = []
+    try:
+        for job in jobs:
+            running.append(_start(job, device))
+        while running:
+            time.sleep(0.05)
+            for child in [child for child in running if child[0].poll() is not None]:
+                running.remove(child)
+                _check_child(*child)
+    finally:  # one failed, or the start was interrupted: the others would compile on, unwatched
+        for process, log in running:
+            process.kill()
+            process.wait()
+            log.close()
 
 
 def _shared_out(shapes: Sequence[Shape], processes: int) -> list[list[tuple[Shape, list[int]]]]:
@@ -261,7 +281,7 @@ def _check_child(child: subprocess.Popen[bytes], log: Any) -> None:
             "deep_gemm",
             f"compiling its kernels failed (exit {child.returncode}): {output[-2000:]}",
             sys.executable,
-            "It compiles with nvcc at run time: check CUDA_HOME and the free device memory",
+            _REMEDY,
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 from consistent_kernels import deep_gemm_start as start
 from consistent_kernels.deep_gemm_start import PIECES, check_rows, has_passed, probed_rows
-from consistent_kernels.errors import NumericsError
+from consistent_kernels.errors import MissingBinaryError, NumericsError
 from consistent_kernels.experts import deep_gemm_start as grouped_start
 from consistent_kernels.linear import deep_gemm_start as linear_start
 from consistent_kernels.linear.deep_gemm_start import GemmShape
@@ -57,6 +60,50 @@ def test_start_compiles_when_any_size_of_call_is_slow(
 
     monkeypatch.setattr(GemmShape, "run", run)
     assert start._has_to_compile(SHAPES[2], torch.device("cuda", 0)) is (slow is not None)
+
+
+@pytest.mark.parametrize("told", ["filesystem error: Read-only file system", "invalid image"])
+def test_a_first_call_that_fails_names_the_folder(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepGEMM writes and loads its kernels in the call, and raises what it met there."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def run(self: GemmShape, operands: Any, rows: slice) -> None:
+        raise RuntimeError(told)
+
+    monkeypatch.setattr(GemmShape, "run", run)
+    with pytest.raises(MissingBinaryError, match=f"{told}.*DG_JIT_CACHE_DIR"):
+        start.prepare([SHAPES[3]], CPU)
+
+    def no_room(self: GemmShape, operands: Any, rows: slice) -> None:
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(GemmShape, "run", no_room)
+    with pytest.raises(torch.cuda.OutOfMemoryError):  # control: it keeps its own name
+        start.prepare([SHAPES[3]], CPU)
+
+
+def test_no_compiler_outlives_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def child(job: Any, device: torch.device) -> tuple[subprocess.Popen[bytes], Any]:
+        code = "import time; time.sleep(60)" if children else "raise SystemExit(3)"
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the start
+        children.append(subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log))
+        return children[-1], log
+
+    monkeypatch.setattr(start, "_start", child)
+    monkeypatch.setattr(start.os, "cpu_count", lambda: 3)
+    try:
+        with pytest.raises(MissingBinaryError, match="exit 3"):
+            start._compile(SHAPES, CPU, 3)
+        assert len(children) > 1
+        assert all(one.returncode is not None for one in children)
+    finally:
+        for one in children:
+            one.kill()
+            one.wait()
 
 
 def test_a_child_runs_the_rows_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 from consistent_kernels.errors import ConfigurationError, invalid
 from train_bridge.modules import Bridged, Scoring
 from train_bridge.packing import PackedBatch, pack
-from train_bridge.start import prepare_kernels
+from train_bridge.start import prepare_head, prepare_kernels
 from train_bridge.state import BridgeState
 from train_bridge.weights import follow_optimizers, forget_gathered
 
@@ -143,6 +143,8 @@ class CausalLMForward(Bridged):
         packed = batch or self.model.pack(input_ids, attention_mask, position_ids, cu_seq_lens_q)
         prepare_kernels(self, self._bridge, packed.num_tokens)
         if batch is not None:
+            if scoring is None:
+                prepare_head(self, self._bridge, packed.num_tokens)
             return self.lm_head(self.model(batch=batch), scoring)
         hidden = self.model(batch=packed)
         if shift_labels is not None or temperature is not None:
@@ -172,6 +174,8 @@ class CausalLMForward(Bridged):
         rest: dict[str, Any],
     ) -> ConsistentCausalLMOutput:
         keep = packed.kept(logits_to_keep)
+        rows = packed.num_tokens if keep is None else keep.rows.numel()
+        prepare_head(self, self._bridge, rows)
         if keep is None:
             logits = packed.unpack(self.lm_head(hidden))
         else:

@@ -39,14 +39,49 @@ def prepare_kernels(model: torch.nn.Module, state: BridgeState, tokens: int) -> 
     state.prepared_rows = rows
 
 
+def prepare_head(model: torch.nn.Module, state: BridgeState, rows: int) -> None:
+    """Compile and probe the head for calls of whole logits, where they are larger than any before.
+
+    Scores come from tiles of logits, for which `prepare_kernels` has prepared it.
+
+    Args:
+        model, state: as there.
+        rows: of the logits.
+
+    Raises:
+        NumericsError, MissingBinaryError: as there.
+    """
+    if state.impl("linear") != "deep_gemm" or rows <= _streamed_rows(state):
+        return
+    from consistent_kernels.deep_gemm_start import pieces, prepare
+    from consistent_kernels.linear.deep_gemm_start import GemmShape, served_shapes
+
+    largest = max(pieces(rows))
+    if largest <= max(state.prepared_head, _streamed_rows(state)):
+        return
+    shapes = {
+        GemmShape(gemm.columns, gemm.inner, largest, gemm.out_fp32)
+        for module in model.modules()
+        if isinstance(module, Bridged)
+        for gemm in module.gemms()
+        if gemm.streamed
+    }
+    prepare(served_shapes(shapes), torch.device("cuda", torch.cuda.current_device()))
+    state.prepared_head = largest
+
+
+def _streamed_rows(state: BridgeState) -> int:
+    head = state.impl("token_logprobs")
+    return max(STREAM_ROWS[head], BACKWARD_ROWS[head])
+
+
 def _dense_shapes(model: torch.nn.Module, state: BridgeState, rows: int) -> set[Shape]:
     if state.impl("linear") != "deep_gemm":
         return set()
     from consistent_kernels.linear.deep_gemm_start import LARGEST_ROWS, GemmShape, served_shapes
 
     probed = min(rows, LARGEST_ROWS)
-    head = state.impl("token_logprobs")
-    streamed = min(probed, max(STREAM_ROWS[head], BACKWARD_ROWS[head]))
+    streamed = min(probed, _streamed_rows(state))
     shapes = {
         GemmShape(gemm.columns, gemm.inner, streamed if gemm.streamed else probed, gemm.out_fp32)
         for module in model.modules()

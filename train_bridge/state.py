@@ -40,6 +40,7 @@ class BridgeState:
         prepared: rounded weights by module name; of experts by parameter name.
         router: of a mixture of experts, or None.
         prepared_rows: the most rows whose kernels are compiled and probed.
+        prepared_head: the most rows of one call of the head for whole logits, likewise.
         quantized: the FP8 weights of this version by parameter name, or None where there are none.
         quantized_names: parameters that the forward reads in FP8.
     """
@@ -54,6 +55,7 @@ class BridgeState:
     prepared: dict[str, _Prepared] = dataclasses.field(default_factory=dict)
     router: RouterParameters | None = None
     prepared_rows: int = 0
+    prepared_head: int = 0
     quantized: QuantizedWeights | None = None
     quantized_names: frozenset[str] = frozenset()
 

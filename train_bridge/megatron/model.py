@@ -40,7 +40,7 @@ from train_bridge.megatron.refusals import config_violations, disagreements
 from train_bridge.megatron.state import MegatronState
 from train_bridge.modules import Scoring, unwrapped
 from train_bridge.packing import PackedBatch
-from train_bridge.start import prepare_kernels
+from train_bridge.start import prepare_head, prepare_kernels
 
 _MASTER_DTYPES = (torch.float32, torch.bfloat16)
 _CONTAINERS = (
@@ -76,6 +76,7 @@ class ConsistentGPTModel(MegatronModule, GPTModel):
         if batch is None:
             ids = args[0] if args else kwargs["input_ids"]
             prepare_kernels(self, self.state, ids.numel())
+            prepare_head(self, self.state, ids.numel())
             return super().forward(*args, **kwargs)
         prepare_kernels(self, self.state, batch.num_tokens)
         lengths = torch.tensor(batch.offsets).diff()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from benchmarks.rollout.samples import Sample
 from benchmarks.rollout.works import DECODE, Work
+from consistent_kernels.errors import invalid
 
 
 class Player(Protocol):
@@ -67,6 +68,9 @@ def in_turns(
 
     Returns:
         (player, tokens/s, samples) of those that reached the end, in the order of `players`.
+
+    Raises:
+        InvalidInputError: a decode work that ends with the first token of its requests.
     """
     scores = {index: Score(counts=work.measure != DECODE) for index in range(len(players))}
     for player in players:
@@ -93,5 +97,9 @@ def in_turns(
         if there(player):
             with guard(player):
                 samples = player.engine.call("finish")
+                if not scores[index].seconds:
+                    raise invalid(
+                        "benchmarks.rollout", work.key, "tokens after the first", work.new_tokens
+                    )
                 done.append((player, scores[index].tokens / scores[index].seconds, samples))
     return done

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.rollout.process import ProcessError
 from benchmarks.rollout.turns import in_turns
 from benchmarks.rollout.works import DECODE, Work, chosen
+from consistent_kernels.errors import InvalidInputError
 
 WORK = dataclasses.replace(chosen(["qwen3_8b.1"])[0], requests=2, new_tokens=10)
 
@@ -126,3 +127,9 @@ def test_an_engine_that_dies_leaves_the_round_to_the_others() -> None:
     assert player is players[1]
     assert rate > 0
     assert samples == ["a sample"]
+
+
+def test_a_decode_work_of_one_token_is_refused() -> None:
+    work = dataclasses.replace(WORK, measure=DECODE, new_tokens=1)
+    with pytest.raises(InvalidInputError, match="tokens after the first"):
+        played([Engine(Machine(), 1.0, first=20)], work)

@@ -47,8 +47,10 @@ def _multiply_blocks(
 ) -> None:
     blocks = weight.view(-1, TILE_COLUMNS, weight.shape[1]).transpose(1, 2)
     count = blocks.shape[0]
+    # MKL cuts a GEMM that is alone along K, by the number of threads; of several, each is whole.
+    batch = max(count, 2)
     with plain_gemms():
-        product = torch.bmm(x.expand(count, *x.shape), blocks)
+        product = torch.bmm(x.expand(batch, *x.shape), blocks.expand(batch, -1, -1))[:count]
     if bias is not None:
         product += bias.float().view(count, 1, TILE_COLUMNS)
     out.view(x.shape[0], count, TILE_COLUMNS).copy_(product.transpose(0, 1))

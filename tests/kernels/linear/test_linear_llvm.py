@@ -47,9 +47,10 @@ def test_fetching_the_next_weight_moves_no_bit() -> None:
     packed, smaller = gemm.pack(weight), gemm.pack(weight[:17, :64])
     bias = gemm.padded_bias(None, packed)
     expected = linear(x, weight, impl="llvm")
+    operand = gemm.operand(x)  # a command holds its address alone
     for following in (None, packed, smaller):
         out = torch.full((37, packed.shape[0] * packed.shape[2]), float("nan")).bfloat16()
-        run_one(*gemm.command(gemm.operand(x), packed, bias, out, following))
+        run_one(*gemm.command(operand, packed, bias, out, following))
         assert_bitwise_equal(out[:, :192], expected)
 
 

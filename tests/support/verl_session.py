@@ -22,7 +22,7 @@ import verl_cpu  # noqa: F401  registers the platform
 from vllm_name import name_vllm
 from word_tokenizer import TOKENIZER_LENGTH, write_tokenizer
 
-TEMPERATURE = 0.7
+TEMPERATURE, HOT = 0.7, 8.0
 PROMPTS = [[5 + 11 * i + j for j in range(9 + 4 * i)] for i in range(4)]
 
 RECIPES = {"fsdp2": "true_on_policy_grpo_fsdp", "megatron": "true_on_policy_grpo_megatron"}
@@ -170,11 +170,11 @@ def verl_batch(samples: list[Any], **meta: Any) -> Any:
     return tu.get_tensordict(tensors, {"temperature": TEMPERATURE, **meta})
 
 
-def response_rows(worker: Any, samples: list[Any]) -> list[torch.Tensor]:
+def response_rows(worker: Any, samples: list[Any], **meta: Any) -> list[torch.Tensor]:
     """Score the samples with verl's call; one row of response log-probs each."""
     from verl.workers.utils.padding import response_from_nested
 
-    batch = verl_batch(samples, calculate_entropy=True, compute_loss=False)
+    batch = verl_batch(samples, calculate_entropy=True, compute_loss=False, **meta)
     output = worker.compute_log_prob(batch)
     return list(response_from_nested(output["log_probs"], batch["response_mask"]).unbind())
 
@@ -305,9 +305,15 @@ def main(family: str, folder: Path, strategy: str = "fsdp2") -> dict[str, Any]:
         found["steps"].append(entry)
     found["resumed"] = resume(worker, engine, folder, samples, old)
     training = worker.actor.engine
+    # Hot, so that ids beyond the tokenizer weigh in every sum of exponentials.
+    masked = torch.cat(response_rows(worker, samples, temperature=HOT))
     training._valid_vocab = 1 << 30
-    found["unmasked"] = compare(samples, response_rows(worker, samples))
+    unmasked = torch.cat(response_rows(worker, samples, temperature=HOT))
     training._valid_vocab = TOKENIZER_LENGTH
+    found["unmasked"] = {
+        "tokens": masked.numel(),
+        "mismatched": int((masked != unmasked).sum()),
+    }
     if strategy == "fsdp2":  # verl's own Megatron engine needs Transformer Engine
         found["stock"] = compare(samples, stock_rows(model, worker, samples))
     named = list(training.get_per_tensor_param()[0])

@@ -111,7 +111,7 @@ def test_control_verl_stock_engine_differs(session: dict[str, Any], strategy: st
 
 
 def test_control_verl_unmasked_vocabulary_differs(session: dict[str, Any]) -> None:
-    assert session["unmasked"]["mismatched"] > 0
+    assert session["unmasked"]["mismatched"] > session["unmasked"]["tokens"] // 2
 
 
 def test_verl_stream_without_a_receipt_is_refused(session: dict[str, Any]) -> None:

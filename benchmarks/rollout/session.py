@@ -122,7 +122,7 @@ def engine_arguments(works: Sequence[Work], model: Checkpoint, device: str) -> d
         "max_num_seqs": 256,
         "enable_prefix_caching": True,
         "kv_cache_memory_bytes": blocks * _BLOCK * model.kv_bytes,
-        "disable_log_stats": False,  # the decode rate is taken from its time stamps
+        "disable_log_stats": False,  # tokens of running requests are counted from them
     }
     if device == "cuda":
         # Only checked against free memory at the start; pages are sized above.

@@ -44,10 +44,9 @@ class Stepping:
         os.sched_setaffinity(0, {self.cores[core % len(self.cores)]})
         try:
             begin = time.perf_counter()
-            while self.waiting:
-                name = next(iter(self.waiting))
-                prompt = {"prompt_token_ids": self.waiting.pop(name)}
-                self.core.add_request(name, prompt, self.params)
+            for name, ids in self.waiting.items():
+                self.core.add_request(name, {"prompt_token_ids": ids}, self.params)
+            self.waiting = {}
             for _ in range(steps):
                 if not self.core.has_unfinished_requests():
                     break
